@@ -1,0 +1,48 @@
+"""The same training step, on any number of devices, in any framework.
+
+Names are loaded when they are first used, so that `import samestep` is quick and imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "exchange": ["allreduce", "replicate", "split_batch"],
+    "data": ["Data"],
+    "devices": ["Device", "cpu", "device_of", "get", "gpu", "num_gpus", "put", "try_all_gpus", "try_gpu"],
+    "fashion": ["fashion_mnist"],
+    "optimizers": ["sgd"],
+    "run": ["Run"],
+    "trainer": ["Trainer"],
+    "errors": ["SamestepError"],
+}
+_NAMES = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = [  # noqa: F822 - loaded on first use
+    "Data", "Device", "Run", "SamestepError", "Trainer", "allreduce", "cpu", "device_of", "fashion_mnist", "get", "gpu",
+    "num_gpus", "put", "replicate", "sgd", "split_batch", "try_all_gpus", "try_gpu",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from samestep.exchange import allreduce, replicate, split_batch
+    from samestep.data import Data
+    from samestep.devices import Device, cpu, device_of, get, gpu, num_gpus, put, try_all_gpus, try_gpu
+    from samestep.errors import SamestepError
+    from samestep.fashion import fashion_mnist
+    from samestep.optimizers import sgd
+    from samestep.run import Run
+    from samestep.trainer import Trainer
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"samestep.{_NAMES[name]}"), name)
+    raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

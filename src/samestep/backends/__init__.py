@@ -1,0 +1,180 @@
+"""What a framework must provide, and how a framework is found.
+
+Two protocols are all that samestep asks of a framework. Weights and gradients are flat vectors, so the tree, the
+exchange between devices and the optimizers are written once, with +, * and slices. A backend is found by its file name
+in this folder, and is imported only when a model of its framework turns up.
+
+What a shard gives is one flat vector, so that one addition and one transfer carry all of it:
+
+    [ gradient | count x change of every buffer | loss of shard 0..S-1 | hits of shard 0..S-1 ]
+
+The gradient and the losses are sums over the examples of the shard. A shard writes only its own loss and hits and leaves
+the other slots zero: after the tree every replica knows every shard's loss, exactly, and a NaN can be traced to its shard.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from samestep.devices import Device
+from samestep.errors import BackendMissing, WrongType
+
+Array = Any  # an array of the framework
+Vector = Any  # a flat vector of the framework
+
+# Framework → the package to ask for its version, in the order in which a default is looked for.
+FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model does with one example, found out before training starts."""
+
+    classes: int | None  # the length of the output if it is one score per class, else None
+    dtype: str  # of the weights, as NumPy names it
+
+
+class Replica(Protocol):
+    """One whole copy of the model on one device."""
+
+    device: Device
+    parameters: Vector  # the trainable weights; writing to it is what `assign` is for
+    size: int  # of the vector that `gradient` returns
+
+    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
+        """The vector described above for one shard, with noise drawn from the key."""
+
+    def evaluate(self, x: Array, y: Array, key: int) -> Vector:
+        """[loss, hits] of these examples, summed, with the model in evaluation mode."""
+
+    def assign(self, parameters: Vector, total: Vector, examples: int) -> None:
+        """Take new weights, and the buffers' changes out of the sum over all shards."""
+
+    def fingerprint(self) -> Vector:
+        """One 64-bit number of all weights and buffers, by integer arithmetic, still on the device."""
+
+    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Weights and buffers by name, on the host."""
+
+    def model(self) -> Any:
+        """A model of the framework with these weights, for the user."""
+
+
+class Backend(Protocol):
+    """One framework."""
+
+    name: str
+
+    def devices(self) -> list[Device]: ...
+    def memory(self, device: Device) -> tuple[int, int]:
+        """Bytes in all and bytes in use on a device."""
+
+    def owns(self, array: object) -> bool: ...
+    def device_of(self, array: Array) -> Device: ...
+    def put(self, array: Array, device: Device) -> Array:
+        """The array on the device: the same object when it is already there."""
+
+    def get(self, array: Array) -> np.ndarray[Any, Any]:
+        """The array in host memory. The only place that waits for a device."""
+
+    def place(self, vector: Vector, device: Device) -> Vector:
+        """A vector on a device, never sharing storage with what it was made from unless it is the same device."""
+
+    def copy(self, array: Array, device: Device, gradient: bool = False) -> Array:
+        """A new array on a device, which shares storage with nothing; with a gradient of zeros attached on request."""
+
+    def assign(self, array: Array, value: Array) -> Array:
+        """Write a value into an array where arrays are mutable; returns the array that now holds it."""
+
+    def take(self, array: Array, index: Array) -> Array: ...
+    def add(self, left: Vector, right: Vector) -> Vector:
+        """left + right; may reuse the storage of left."""
+
+    def concat(self, vectors: Sequence[Vector]) -> Vector: ...
+    def zeros_like(self, vector: Vector) -> Vector: ...
+    def clip(self, vector: Vector, limit: float) -> Vector:
+        """The vector scaled down to norm `limit` where it is longer, without waiting for the device."""
+
+    def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> AbstractContextManager[None]:
+        """Everything the framework must be told for the time of a run; put back as it was afterwards."""
+
+    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run tasks that do not depend on each other, side by side where the device needs threads for that."""
+
+    def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Shape:
+        """Pass one example through the model (creating lazy weights) and say what came out."""
+
+    def replica(self, model: Any, loss: Any, device: Device, shards: int) -> Replica: ...
+    def describe(self, model: Any) -> str:
+        """The model in one word."""
+
+
+def available() -> list[str]:
+    """The frameworks that this samestep has a backend for."""
+    here = Path(__file__).parent
+    return [name for name in FRAMEWORKS if (here / f"{name}.py").exists()]
+
+
+def installed(name: str) -> str | None:
+    """The installed version of a framework, without importing it; None if there is none."""
+    try:
+        return metadata.version(FRAMEWORKS[name])
+    except metadata.PackageNotFoundError:
+        module = sys.modules.get(name)
+        if module is None and importlib.util.find_spec(name) is None:
+            return None
+        return str(getattr(module, "__version__", "?"))
+
+
+def load(name: str) -> Backend:
+    """The backend of a name."""
+    if name not in available():
+        raise WrongType(f"no backend {name!r}: samestep has {', '.join(available())}")
+    try:
+        module = importlib.import_module(f"samestep.backends.{name}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != name:
+            raise
+        raise BackendMissing(f"{name!r} is not installed; pip install 'samestep[{name}]'") from error
+    backend: Backend = module.backend
+    return backend
+
+
+def default() -> Backend:
+    """The framework already imported in this process, else the first one installed."""
+    names = [name for name in available() if name in sys.modules] or [name for name in available() if installed(name)]
+    if not names:
+        raise BackendMissing(f"no framework is installed; pip install 'samestep[{available()[0]}]'")
+    return load(names[0])
+
+
+def of_model(model: object) -> Backend:
+    """The backend of a model, found from the classes it is made of."""
+    modules = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    for name in available():
+        if name in modules and load(name).owns(model):
+            return load(name)
+    raise WrongType(
+        f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module), "
+        f"got {type(model).__module__}.{type(model).__qualname__}"
+    )
+
+
+def of_array(array: object) -> Backend:
+    """The backend of an array; NumPy arrays, which are on the host, go with the default one."""
+    root = type(array).__module__.split(".")[0]
+    if root in available():
+        return load(root)
+    if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float)):
+        return default()
+    raise WrongType(f"expected an array of {', '.join(available())} or NumPy, got {type(array).__module__}.{type(array).__name__}")

@@ -1,0 +1,214 @@
+"""PyTorch: devices, arrays, and what PyTorch must be told for the time of a run. The replica is in torch_replica.py."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from samestep.backends import Shape
+from samestep.backends.torch_replica import TorchReplica, sum_of_losses
+from samestep.devices import Device, cpu, gpu
+from samestep.errors import Invalid, NotDeterministic, OutOfMemory, WrongType
+
+# cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+
+
+class TorchBackend:
+    name = "torch"
+    version = torch.__version__
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    # Devices
+
+    def devices(self) -> list[Device]:
+        return [cpu(), *(gpu(i) for i in range(torch.cuda.device_count()))]
+
+    def memory(self, device: Device) -> tuple[int, int]:
+        if device.kind == "cuda":
+            free, total = torch.cuda.mem_get_info(device.index)
+            return total, total - free
+        pages = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in open("/proc/meminfo")}
+        return pages["MemTotal"], pages["MemTotal"] - pages["MemAvailable"]
+
+    # Arrays
+
+    def owns(self, thing: object) -> bool:
+        return isinstance(thing, (torch.Tensor, torch.nn.Module))
+
+    def device_of(self, array: Any) -> Device:
+        return Device.of(array.device) if isinstance(array, torch.Tensor) else cpu()
+
+    def put(self, array: Any, device: Device) -> Any:
+        self._must_exist(device)
+        if not isinstance(array, torch.Tensor):
+            array = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        if self.device_of(array) == device:
+            return array
+        return array.to(str(device), non_blocking=device.kind == "cuda")  # to the host it must wait
+
+    def get(self, array: Any) -> np.ndarray[Any, Any]:
+        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+
+    place = put
+
+    def copy(self, array: Any, device: Device, gradient: bool = False) -> Any:
+        self._must_exist(device)
+        new = torch.as_tensor(array).detach().to(str(device), copy=True)
+        if gradient:
+            new.requires_grad_()
+            new.grad = torch.zeros_like(new)
+        return new
+
+    def assign(self, array: Any, value: Any) -> Any:
+        with torch.no_grad():
+            array.copy_(value)
+        return array
+
+    def take(self, array: Any, index: Any) -> Any:
+        # A fresh allocation: the shard's memory is aligned alike, wherever in the data its examples lie.
+        return array.index_select(0, index)
+
+    def add(self, left: Any, right: Any) -> Any:
+        return left.add_(right)
+
+    def concat(self, vectors: Sequence[Any]) -> Any:
+        return torch.cat(list(vectors))
+
+    def zeros_like(self, vector: Any) -> Any:
+        return torch.zeros_like(vector)
+
+    def clip(self, vector: Any, limit: float) -> Any:
+        norm = (vector * vector).sum().sqrt()
+        return vector * (limit / norm.clamp(min=limit))
+
+    # A run
+
+    @contextmanager
+    def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
+        cudnn = torch.backends.cudnn
+        before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
+        arithmetic_threads = torch.get_num_threads()
+        noise = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d.index) for d in devices if d.kind == "cuda"]
+        torch.use_deterministic_algorithms(deterministic)
+        cudnn.benchmark, cudnn.deterministic = False, deterministic
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
+        if devices[0].kind == "cpu":
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._pool = ThreadPoolExecutor(
+                max(1, cores // threads), "samestep", initializer=torch.set_num_threads, initargs=(threads,)
+            )
+        try:
+            yield
+        finally:
+            if self._pool:
+                self._pool.shutdown(cancel_futures=True)
+                self._pool = None
+                torch.set_num_threads(arithmetic_threads)  # of this thread; the workers had their own
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory = flags
+            torch.random.set_rng_state(noise[0])
+            for device, state in zip((d for d in devices if d.kind == "cuda"), noise[1], strict=True):
+                torch.cuda.set_rng_state(state, device.index)
+
+    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        with explained():
+            if self._pool is None:  # GPUs: launching is all there is to do, and it does not wait
+                return [task() for task in tasks]
+            futures = [self._pool.submit(task) for task in tasks]
+            wait(futures)
+            return [future.result() for future in futures]
+
+    # Models
+
+    def describe(self, model: torch.nn.Module) -> str:
+        return type(model).__name__
+
+    def probe(self, model: torch.nn.Module, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Shape:
+        lazy = any(isinstance(p, UninitializedParameter) for p in model.parameters())
+        weights = [p for p in model.parameters() if p.requires_grad]
+        if not weights:
+            raise Invalid(f"the model {self.describe(model)} has no parameters to train")
+        device = Device.of(weights[0].device)
+        modes = [(module, module.training) for module in model.modules()]
+        noise = torch.random.get_rng_state()
+        model.eval()
+        try:
+            with torch.no_grad(), explained():
+                output = model(self.put(x, device))
+                if loss is not None:
+                    sum_of_losses(loss, output, self.put(y, device))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            if not lazy:  # making lazy weights is the one draw that belongs to the user's generator
+                torch.random.set_rng_state(noise)
+        if loss is None and not (isinstance(output, torch.Tensor) and output.ndim > 1 and y.dtype.kind in "iu"):
+            raise WrongType(
+                "the default loss, softmax cross-entropy, needs a tensor of scores per class and whole-number labels, got "
+                f"{shape_of(output)} and labels of {y.dtype}: pass loss=f(output, y)"
+            )
+        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+        if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
+            raise WrongType(
+                f"the trained parameters must all be float32 or all float64, got {', '.join(sorted(map(str, dtypes)))}"
+            )
+        scores = isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and y.dtype.kind in "iu"
+        return Shape(output.shape[1] if scores else None, str(dtypes.pop()).removeprefix("torch."))
+
+    def replica(self, model: torch.nn.Module, loss: Any, device: Device, shards: int) -> TorchReplica:
+        with explained():
+            return TorchReplica(model, loss, device, shards)
+
+    def _must_exist(self, device: Device) -> None:
+        if device.kind == "cuda" and device.index >= torch.cuda.device_count():
+            raise Invalid(f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine")
+
+
+def shape_of(output: Any) -> str:
+    return f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn PyTorch's errors that have a known remedy into samestep's, which name it."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            found = ASKED.search(text)
+            asked = found[1] if found else "more memory than there is"
+            device = re.search(r"GPU (\d+)", text)
+            raise OutOfMemory(
+                f"{f'cuda:{device[1]}' if device else 'cpu'} ran out of memory when {asked} were asked for: "
+                "raise shards (smaller shards need less), or lower the batch size"
+            ) from error
+        if "does not have a deterministic implementation" in text or "deterministic behavior was enabled" in text.lower():
+            operation = text.split(" does not have")[0].split()[-1]
+            raise NotDeterministic(
+                f"{operation} has no deterministic kernel in torch {torch.__version__}: use another operation, "
+                "or Trainer(deterministic=False), which gives up sameness"
+            ) from error
+        if "Expected more than 1 value per channel when training" in text:
+            raise Invalid(
+                "batch norm needs more than one value per channel in every shard: lower shards or raise the batch size "
+                f"({text})"
+            ) from error
+        raise
+
+
+backend = TorchBackend()

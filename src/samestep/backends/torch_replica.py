@@ -1,0 +1,347 @@
+"""One whole copy of a PyTorch model on one device: a shard's gradient as one flat vector.
+
+The trained parameters are views of one flat vector, the buffers of another. What computes is a *lane*: a copy of the
+module whose parameters are views of the replica's vector and whose buffers are its own, so that several threads can
+compute shards of one replica side by side without seeing each other.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.devices import Device
+from samestep.errors import Invalid, WrongType
+
+ALIGN = 64  # bytes; every tensor begins where the framework's own allocation would, so kernels see nothing unusual
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where one tensor lies in a flat vector, in the order of its own memory (channels-last stays channels-last)."""
+
+    start: int
+    stop: int
+    pad: int
+    order: tuple[int, ...]  # of dimensions, from the slowest to the fastest
+    shape: tuple[int, ...]  # in that order
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat[self.start : self.stop].view(self.shape).permute(back)
+
+    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
+        dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+        return dense.permute(self.order).reshape(-1)
+
+
+def pieces(tensors: list[torch.Tensor]) -> list[Piece]:
+    found, start = [], 0
+    for tensor in tensors:
+        order = tuple(sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d)))
+        if not tensor.permute(order).is_contiguous():
+            order = tuple(range(tensor.ndim))
+        stop = start + tensor.numel()
+        pad = -tensor.numel() % (ALIGN // tensor.element_size())
+        found.append(Piece(start, stop, pad, order, tuple(tensor.shape[d] for d in order)))
+        start = stop + pad
+    return found
+
+
+class Flat:
+    """Tensors of one type as views of one flat vector."""
+
+    def __init__(self, tensors: list[torch.Tensor], device: torch.device) -> None:
+        self.pieces = pieces(tensors)
+        end = self.pieces[-1]
+        self.vector = torch.zeros(end.stop + end.pad, dtype=tensors[0].dtype, device=device)
+        self.views = [piece.view(self.vector) for piece in self.pieces]
+        for view, tensor in zip(self.views, tensors, strict=True):
+            view.copy_(tensor)
+
+    def twin(self) -> Flat:
+        """The same places in a vector of its own."""
+        new = copy.copy(self)
+        new.vector = self.vector.clone()
+        new.views = [piece.view(new.vector) for piece in new.pieces]
+        return new
+
+
+@dataclass
+class Lane:
+    module: torch.nn.Module
+    parameters: list[torch.nn.Parameter]
+    buffers: list[Flat]
+    modes: list[bool]
+    constants: dict[str, tuple[torch.Tensor, int]]  # with the version each had at the start
+    training: bool = True
+
+    def train(self, training: bool) -> None:
+        """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
+        if training != self.training:
+            self.training = training
+            for module, mode in zip(self.module.modules(), self.modes, strict=True):
+                module.training = training and mode
+
+
+class TorchReplica:
+    def __init__(self, model: torch.nn.Module, loss: Any, device: Device, shards: int) -> None:
+        self.device, self.loss, self.shards = device, loss, shards
+        self._model, self._place = model, torch.device(str(device))
+        with torch.no_grad():
+            trained = [p for p in model.parameters() if p.requires_grad]
+            frozen = [p for p in model.parameters() if not p.requires_grad]
+            kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
+            buffers: dict[torch.dtype, list[torch.Tensor]] = {}
+            for buffer in model.buffers():
+                if id(buffer) in kept:
+                    buffers.setdefault(buffer.dtype, []).append(buffer)
+            self.weights = Flat(trained, self._place)
+            self.buffers = [Flat(group, self._place) for group in buffers.values()]
+            self.parameters = self.weights.vector
+            # Original tensor → ours. What is neither trained nor a kept buffer never changes: one copy serves all lanes.
+            self._ours = dict(zip(map(id, trained), self.weights.views, strict=True))
+            for group, flat in zip(buffers.values(), self.buffers, strict=True):
+                self._ours |= zip(map(id, group), flat.views, strict=True)
+            for tensor in [*frozen, *(b for b in model.buffers() if id(b) not in kept)]:
+                self._ours[id(tensor)] = tensor.detach().to(self._place, copy=True)
+        self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.parameters.dtype, device=self._place)
+        self._lanes: dict[int, Lane] = {}
+        self._making = threading.Lock()
+        self._noise = Noise(self._place)
+        self.size = len(self.parameters) + sum(len(flat.vector) for flat in self.buffers) + 2 * shards
+
+    # One shard
+
+    def gradient(self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int) -> torch.Tensor:
+        lane = self._lane(training=True)
+
+        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+            for own, start in zip(lane.buffers, self.buffers, strict=True):
+                own.vector.copy_(start.vector)
+            output = lane.module(x)
+            return sum_of_losses(self.loss, output, y), hits(output, y)
+
+        def backward(loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
+
+        (loss, right), gradients = self._noise.compute(key, forward, backward)
+        self._check_constants(lane)
+        with torch.no_grad():
+            zeros, last = self._zeros, self.shards - 1 - shard
+            vector = []
+            for piece, gradient in zip(self.weights.pieces, gradients, strict=True):
+                vector += [piece.flatten(gradient), zeros[: piece.pad]]
+            for own, start in zip(lane.buffers, self.buffers, strict=True):
+                vector.append(change(own.vector, start.vector).to(zeros.dtype) * len(x))
+            slots = [zeros[:shard], loss.view(1), zeros[:last], zeros[:shard], right.to(zeros.dtype).view(1), zeros[:last]]
+            return torch.cat(vector + slots)
+
+    def evaluate(self, x: torch.Tensor, y: torch.Tensor, key: int) -> torch.Tensor:
+        lane = self._lane(training=False)
+
+        def forward() -> torch.Tensor:
+            for own, start in zip(lane.buffers, self.buffers, strict=True):
+                own.vector.copy_(start.vector)
+            output = lane.module(x)
+            return torch.stack([sum_of_losses(self.loss, output, y).double(), hits(output, y).double()])
+
+        with torch.no_grad():
+            return self._noise.compute(key, forward, lambda _: None)[0]
+
+    # The step's other half
+
+    def assign(self, parameters: torch.Tensor, total: torch.Tensor, examples: int) -> None:
+        self.parameters.copy_(parameters)
+        start = len(self.parameters)
+        for flat in self.buffers:
+            delta = total[start : start + len(flat.vector)] / examples
+            start += len(flat.vector)
+            if flat.vector.is_floating_point():
+                flat.vector.add_(delta.to(flat.vector.dtype))
+            else:  # a counter changes alike in every shard, so the mean is the change
+                flat.vector.copy_(flat.vector.long() + delta.round().long())
+
+    def fingerprint(self) -> torch.Tensor:
+        odd = multipliers(self._place)
+        flats = [self.weights, *self.buffers]
+        return torch.stack([bits(flat.vector) * odd[i] for i, flat in enumerate(flats)]).sum().view(1)
+
+    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+        state = self._model.state_dict(keep_vars=True)
+        return {
+            name: self._ours[id(tensor)].detach().cpu().contiguous().numpy().copy()
+            for name, tensor in state.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+
+    def model(self) -> torch.nn.Module:
+        with torch.no_grad():
+            return self._copy({key: ours.clone() for key, ours in self._ours.items()})
+
+    # Lanes
+
+    def _lane(self, training: bool) -> Lane:
+        thread = threading.get_ident()
+        lane = self._lanes.get(thread)
+        if lane is None:
+            with self._making, torch.no_grad():
+                lane = self._lanes[thread] = self._new_lane()
+        lane.train(training)
+        return lane
+
+    def _new_lane(self) -> Lane:
+        buffers = [flat.twin() for flat in self.buffers]
+        own = {id(view): twin for flat, new in zip(self.buffers, buffers, strict=True)
+               for view, twin in zip(flat.views, new.views, strict=True)}  # fmt: skip
+        module = self._copy({key: own.get(id(ours), ours) for key, ours in self._ours.items()})
+        if not self._model.training:
+            module.train()
+        kept = module.state_dict(keep_vars=True)
+        constants = {name: (b, b._version) for name, b in module.named_buffers() if name not in kept}
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return Lane(module, trained, buffers, [m.training for m in module.modules()], constants)
+
+    def _copy(self, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
+        """The user's module, copied around the given tensors instead of around its own."""
+        memo: dict[int, Any] = {}
+        for p in self._model.parameters():
+            memo[id(p)] = torch.nn.Parameter(tensors[id(p)], requires_grad=p.requires_grad)
+        for b in self._model.buffers():
+            memo[id(b)] = tensors[id(b)]
+        return copy.deepcopy(self._model, memo)
+
+    def _check_constants(self, lane: Lane) -> None:
+        for name, (buffer, version) in lane.constants.items():
+            if buffer._version != version:
+                raise Invalid(
+                    f"the buffer {name!r} was written to in the forward pass but is not persistent, so its value would "
+                    "depend on who computed which shard: register it with persistent=True"
+                )
+
+
+def sum_of_losses(loss: Any, output: Any, y: torch.Tensor) -> torch.Tensor:
+    """The sum over examples of the loss, whether `loss` gives one value per example or their mean."""
+    if loss is None:
+        return F.cross_entropy(output, y, reduction="sum")
+    value = loss(output, y)
+    if not isinstance(value, torch.Tensor):
+        raise WrongType(f"loss must return a tensor (a loss per example, or their mean), got {type(value).__name__}")
+    if value.ndim == 0:
+        return value if getattr(loss, "reduction", "mean") == "sum" else value * len(y)
+    if len(value) != len(y):
+        raise Invalid(f"loss must return one value per example ({len(y)}) or their mean, got shape {tuple(value.shape)}")
+    return value.flatten(1).mean(1).sum() if value.ndim > 1 else value.sum()
+
+
+def hits(output: Any, y: torch.Tensor) -> torch.Tensor:
+    """How many examples have their highest score at their label; 0 where the output is not one score per class."""
+    if isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and not y.is_floating_point():
+        return (output.detach().argmax(1) == y).sum()
+    return torch.zeros((), device=y.device)
+
+
+def change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return now - before if now.is_floating_point() else now.long() - before.long()
+
+
+WIDTH = 1 << 16
+
+
+@functools.cache
+def multipliers(place: torch.device) -> torch.Tensor:
+    odd = np.random.Philox(key=0).random_raw(WIDTH) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(place)
+
+
+def bits(vector: torch.Tensor) -> torch.Tensor:
+    """Σ mᵢ·bitsᵢ modulo 2⁶⁴ with odd mᵢ: integers wrap around, so the order of the additions cannot matter.
+
+    mᵢ is the product of a multiplier for the row and one for the column, with the vector laid out in rows of WIDTH.
+    """
+    numbers = vector.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[vector.element_size()])
+    odd = multipliers(vector.device)
+    whole = len(numbers) // WIDTH
+    rest = numbers[whole * WIDTH :]
+    total = (rest * odd[: len(rest)]).sum() * odd[-1]
+    for first in range(0, whole, 256):  # 256 rows at a time: the 64-bit products need no more than 128 MiB
+        last = min(first + 256, whole)
+        rows = numbers[first * WIDTH : last * WIDTH].view(-1, WIDTH)
+        weights = odd[torch.arange(first, last, device=odd.device) % (WIDTH - 1)]
+        total = total + ((rows * odd).sum(1) * weights).sum()
+    return total
+
+
+class DrawnElsewhere(Exception):
+    """A random number was drawn where a generator cannot be handed in."""
+
+
+class OwnGenerator(TorchDispatchMode):
+    """While active in a thread, every random operation of that thread draws from a generator of its own."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(key)
+        self.forward = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            if not any(argument.name == "generator" for argument in func._schema.arguments):
+                func = getattr(func.overloadpacket, "generator", None)
+            if func is None or not self.forward:
+                raise DrawnElsewhere
+            kwargs = {**kwargs, "generator": self.generator}
+        return func(*args, **kwargs)
+
+
+class Noise:
+    """Gives every shard random numbers of its own: key(seed, step, shard).
+
+    On a GPU one thread launches everything, so its generators are seeded before each shard. On the CPU several threads
+    share PyTorch's one generator, so there are three ways, each slower and more general than the one before, and all
+    giving the same numbers. A replica begins with the first and goes to the next when that turns out not to do:
+    nothing is drawn → each thread draws from its own generator → one shard at a time with the shared one
+    (torch.utils.checkpoint draws again in the backward pass, and operations such as attention take no generator).
+    """
+
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, place: torch.device) -> None:
+        self.place, self.way = place, 0
+
+    def compute(self, key: int, forward: Any, backward: Any) -> tuple[Any, Any]:
+        shared = torch.default_generator
+        if self.place.type == "cuda":
+            shared.manual_seed(key)
+            torch.cuda.default_generators[self.place.index or 0].manual_seed(key)
+            return self._both(forward, backward)
+        if self.way == 0:
+            before = shared.get_state()
+            out = forward()
+            if torch.equal(before, shared.get_state()):
+                return out, backward(out[0])
+            self.way = max(self.way, 1)
+        if self.way == 1:
+            try:
+                with OwnGenerator(key) as mode:
+                    out = forward()
+                    mode.forward = False
+                    return out, backward(out[0])
+            except DrawnElsewhere:
+                self.way = 2
+        with Noise._one_at_a_time:
+            shared.manual_seed(key)
+            return self._both(forward, backward)
+
+    def _both(self, forward: Any, backward: Any) -> tuple[Any, Any]:
+        out = forward()
+        return out, backward(out[0])

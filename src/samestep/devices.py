@@ -1,0 +1,164 @@
+"""Devices: naming them, counting them, and how "auto", 4 or "cuda:1" become the devices of a run.
+
+A device is named the same way in every framework: `cpu` (all cores of the machine) or `cuda:i` (one GPU; `gpu:i` and
+`cuda` for `cuda:0` are understood as well).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import DevicesDiffer, Invalid, WrongType
+
+if TYPE_CHECKING:
+    from samestep.backends import Backend
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: `cpu`, or the GPU of a number.
+
+    >>> Device.of("cuda") == Device.of("gpu:0") == gpu()
+    True
+    >>> str(gpu(1)), str(cpu())
+    ('cuda:1', 'cpu')
+    """
+
+    kind: str
+    index: int = 0
+
+    @staticmethod
+    def of(name: Device | str) -> Device:
+        """The device of a name."""
+        if isinstance(name, Device):
+            return name
+        if isinstance(name, str) or type(name).__name__ == "device":  # torch.device prints as its name
+            match = re.fullmatch(r"(cpu|cuda|gpu)(?::(\d+))?", str(name))
+            if match:
+                kind = "cpu" if match[1] == "cpu" else "cuda"
+                return Device(kind, int(match[2] or 0) if kind == "cuda" else 0)
+            raise Invalid(f"unknown device {str(name)!r}: use 'cpu', 'cuda' or 'cuda:i'")
+        raise WrongType(f"a device is a name such as 'cpu' or 'cuda:1', got {name!r}")
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+    __repr__ = __str__
+
+
+def cpu() -> Device:
+    """The CPU: all cores of this machine.
+
+    >>> cpu()
+    cpu
+    """
+    return Device("cpu")
+
+
+def gpu(i: int = 0) -> Device:
+    """GPU number i, whether it is there or not.
+
+    >>> gpu(1)
+    cuda:1
+    """
+    if isinstance(i, bool) or not isinstance(i, int):
+        raise WrongType(f"gpu: i must be a whole number, got i={i!r}")
+    if i < 0:
+        raise Invalid(f"gpu: i must be at least 0, got i={i}")
+    return Device("cuda", i)
+
+
+def _backend(backend: str | Backend | None) -> Backend:
+    from samestep import backends
+
+    if backend is None:
+        return backends.default()
+    return backends.load(backend) if isinstance(backend, str) else backend
+
+
+def num_gpus(backend: str | Backend | None = None) -> int:
+    """How many GPUs a framework sees (by default the one in use, else the first one installed)."""
+    return sum(device.kind == "cuda" for device in _backend(backend).devices())
+
+
+def try_gpu(i: int = 0, backend: str | Backend | None = None) -> Device:
+    """gpu(i) if it is there, otherwise cpu()."""
+    return gpu(i) if i < num_gpus(backend) else cpu()
+
+
+def try_all_gpus(backend: str | Backend | None = None) -> list[Device]:
+    """All GPUs, or [cpu()] if there is none."""
+    return [gpu(i) for i in range(num_gpus(backend))] or [cpu()]
+
+
+def put(array: Any, device: Device | str, backend: str | Backend | None = None) -> Any:
+    """The array on the device: the same object when it is already there, else a copy."""
+    from samestep import backends
+
+    return (backends.of_array(array) if backend is None else _backend(backend)).put(array, Device.of(device))
+
+
+def get(array: Any) -> Any:
+    """The array as NumPy, in host memory. This waits for the device."""
+    from samestep import backends
+
+    return backends.of_array(array).get(array)
+
+
+def device_of(array: Any) -> Device:
+    """The device an array is on."""
+    from samestep import backends
+
+    return backends.of_array(array).device_of(array)
+
+
+def same_device(**arrays: Any) -> Device:
+    """The one device that all of these arrays are on; an error that names them if there are several."""
+    places = {name: device_of(array) for name, array in arrays.items()}
+    first = next(iter(places.values()))
+    if any(place != first for place in places.values()):
+        listed = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise DevicesDiffer(f"arrays are on different devices ({listed}): move them to one with samestep.put(x, device)")
+    return first
+
+
+def resolve(asked: Any, shards: int, backend: Backend) -> list[Device]:
+    """The device of every replica, from what a user writes: "auto", a count, a name, or a list of names."""
+    there = backend.devices()
+    gpus = [device for device in there if device.kind == "cuda"]
+    if isinstance(asked, bool):
+        raise WrongType(f"devices must be 'auto', a count, a name or a list of names, got {asked!r}")
+    if isinstance(asked, str) and asked == "auto":
+        return (gpus or [cpu()])[:shards]
+    if isinstance(asked, str) and asked.isdigit():
+        asked = int(asked)
+    if isinstance(asked, int):
+        if asked < 1:
+            raise Invalid(f"devices must be at least 1, got {asked}")
+        pool = gpus or [cpu()]
+        chosen = [pool[i % len(pool)] for i in range(asked)]
+    elif isinstance(asked, str) and "," in asked:
+        chosen = [Device.of(name.strip()) for name in asked.split(",")]
+    elif isinstance(asked, Sequence) and not isinstance(asked, str):
+        chosen = [Device.of(name) for name in asked]
+    else:
+        chosen = [Device.of(asked)]
+    if not chosen:
+        raise Invalid("devices is an empty list: name at least one, or write 'auto'")
+    for device in chosen:
+        if device not in there:
+            listed = ", ".join(map(str, there))
+            raise Invalid(f"device {device} is not there: {backend.name} sees {listed} on this machine")
+    if len({device.kind for device in chosen}) > 1:
+        raise Invalid(
+            f"devices must be of one kind, got {', '.join(map(str, chosen))}: a CPU and a GPU round differently, "
+            "so the result would depend on who computes what"
+        )
+    if len(chosen) > shards:
+        raise Invalid(
+            f"{len(chosen)} devices need at least {len(chosen)} shards, got shards={shards}: raise shards or use fewer devices"
+        )
+    return chosen

@@ -1,0 +1,51 @@
+"""Every random choice of a run, as a pure function of its seed: the order of examples, the keys of noise.
+
+No generator lives from one step to the next, so there is no state that a worker, a resume or the number of devices could
+change. The numbers are raw draws of Philox, a counter-based generator whose output NumPy promises never to change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.errors import Invalid
+
+SAMPLINGS = ("without_replacement", "with_replacement")
+_ORDER, _NOISE, _EVALUATION = 1, 2, 3
+
+
+def _draws(seed: int, purpose: int, index: int, count: int) -> NDArray[np.uint64]:
+    # The key says which stream, the upper half of the counter where in it: no two (purpose, index) overlap.
+    key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, index, 0], np.uint64)
+    return np.asarray(np.random.Philox(key=key, counter=counter).random_raw(count), dtype=np.uint64)
+
+
+def order(seed: int, epoch: int, n: int, sampling: str = "without_replacement") -> NDArray[np.int64]:
+    """The order of n examples in an epoch: a pure function of (seed, epoch).
+
+    Without replacement: the order that sorts n draws of 64 bits. With replacement: n draws, modulo n.
+
+    >>> order(0, 0, 5), order(0, 1, 5)
+    (array([2, 3, 1, 4, 0]), array([3, 1, 0, 2, 4]))
+    """
+    draws = _draws(seed, _ORDER, epoch, n)
+    if sampling == "without_replacement":
+        return np.argsort(draws, kind="stable").astype(np.int64)
+    if sampling == "with_replacement":
+        return (draws % np.uint64(n)).astype(np.int64)
+    raise Invalid(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
+
+
+def keys(seed: int, step: int, shards: int) -> list[int]:
+    """key(seed, step, shard) for every shard of a step: what dropout and other noise are drawn from.
+
+    >>> keys(0, 0, 2) == keys(0, 0, 8)[:2], keys(0, 0, 2) == keys(0, 1, 2)
+    (True, False)
+    """
+    return [int(key) >> 1 for key in _draws(seed, _NOISE, step, shards)]  # 63 bits: every framework's seed holds them
+
+
+def evaluation_keys(seed: int, shards: int) -> list[int]:
+    """The keys of an evaluation, for models that draw random numbers there too: the same in every evaluation."""
+    return [int(key) >> 1 for key in _draws(seed, _EVALUATION, 0, shards)]

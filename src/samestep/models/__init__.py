@@ -1,0 +1,96 @@
+"""The models of the chapters, and the numbers they start from.
+
+The starting weights are NumPy arrays, by name, in one layout: convolutions as (out, in, height, width), dense layers as
+(out, in). They depend on the seed alone, so a model starts from the same numbers in every framework. The models themselves
+are in one file per framework (`samestep.models.torch`).
+"""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+Weights = dict[str, NDArray[np.float32]]
+NAMES = ("lenet", "lenet_modern", "mlp", "resnet18")
+
+
+class _Draw:
+    """Draws weights one layer after the other from one generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.Generator(np.random.Philox(key=seed))
+        self.weights: Weights = {}
+
+    def layer(self, name: str, shape: tuple[int, ...], scale: float | str, bias: bool = True) -> None:
+        out, inner = shape[0], prod(shape[1:])
+        if isinstance(scale, float):
+            weight = self.generator.standard_normal(shape) * scale
+        elif scale == "he":  # N(0, 2 / fan out), He et al. 2015
+            weight = self.generator.standard_normal(shape) * sqrt(2 / (out * prod(shape[2:])))
+        else:  # U(−a, a), a = √(6 / (fan in + fan out)), Glorot and Bengio 2010
+            edge = sqrt(6 / (inner + out * prod(shape[2:])))
+            weight = self.generator.uniform(-edge, edge, shape)
+        self.weights[f"{name}.weight"] = weight.astype(np.float32)
+        if bias:
+            self.weights[f"{name}.bias"] = np.zeros(out, np.float32)
+
+    def norm(self, name: str, channels: int) -> None:
+        self.weights[f"{name}.weight"] = np.ones(channels, np.float32)
+        self.weights[f"{name}.bias"] = np.zeros(channels, np.float32)
+
+
+def lenet(seed: int = 0) -> Weights:
+    """LeNet of the multi-device chapter: N(0, 1) · 0.01, zero biases.
+
+    >>> {name: weight.shape for name, weight in lenet().items() if weight.ndim > 1}
+    {'conv1.weight': (20, 1, 3, 3), 'conv2.weight': (50, 20, 5, 5), 'dense1.weight': (128, 800), 'dense2.weight': (10, 128)}
+    """
+    draw = _Draw(seed)
+    draw.layer("conv1", (20, 1, 3, 3), 0.01)
+    draw.layer("conv2", (50, 20, 5, 5), 0.01)
+    draw.layer("dense1", (128, 800), 0.01)
+    draw.layer("dense2", (10, 128), 0.01)
+    return draw.weights
+
+
+def lenet_modern(seed: int = 0) -> Weights:
+    """LeNet of the schedule chapter: 6 and 16 channels, then 120, 84 and 10 units."""
+    draw = _Draw(seed)
+    draw.layer("conv1", (6, 1, 5, 5), "glorot")
+    draw.layer("conv2", (16, 6, 5, 5), "glorot")
+    draw.layer("dense1", (120, 400), "glorot")
+    draw.layer("dense2", (84, 120), "glorot")
+    draw.layer("dense3", (10, 84), "glorot")
+    return draw.weights
+
+
+def mlp(sizes: tuple[int, ...] = (784, 256, 10), seed: int = 0) -> Weights:
+    """Dense layers of the given sizes."""
+    draw = _Draw(seed)
+    for i, (inner, out) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+        draw.layer(f"dense{i}", (out, inner), "glorot")
+    return draw.weights
+
+
+def resnet18(channels: int = 1, classes: int = 10, width: int = 64, seed: int = 0) -> Weights:
+    """ResNet-18 (He et al. 2016) with `width` channels in its first stage."""
+    draw = _Draw(seed)
+    draw.layer("conv", (width, channels, 7, 7), "he", bias=False)
+    draw.norm("norm", width)
+    inner = width
+    for stage in range(4):
+        out = width << stage
+        for block in range(2):
+            name = f"stage{stage + 1}.block{block + 1}"
+            draw.layer(f"{name}.conv1", (out, inner, 3, 3), "he", bias=False)
+            draw.norm(f"{name}.norm1", out)
+            draw.layer(f"{name}.conv2", (out, out, 3, 3), "he", bias=False)
+            draw.norm(f"{name}.norm2", out)
+            if inner != out:
+                draw.layer(f"{name}.conv3", (out, inner, 1, 1), "he", bias=False)
+                draw.norm(f"{name}.norm3", out)
+            inner = out
+    draw.layer("dense", (classes, inner), "glorot")
+    return draw.weights

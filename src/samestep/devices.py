@@ -86,7 +86,8 @@ def num_gpus(backend: str | Backend | None = None) -> int:
 
 def try_gpu(i: int = 0, backend: str | Backend | None = None) -> Device:
     """gpu(i) if it is there, otherwise cpu()."""
-    return gpu(i) if i < num_gpus(backend) else cpu()
+    device = gpu(i)
+    return device if i < num_gpus(backend) else cpu()
 
 
 def try_all_gpus(backend: str | Backend | None = None) -> list[Device]:
@@ -95,7 +96,10 @@ def try_all_gpus(backend: str | Backend | None = None) -> list[Device]:
 
 
 def put(array: Any, device: Device | str, backend: str | Backend | None = None) -> Any:
-    """The array on the device: the same object when it is already there, else a copy."""
+    """The array on the device: the same object when it is already there, else a copy.
+
+    A NumPy array becomes an array of the framework (on the CPU without a copy, where the framework can do that).
+    """
     from samestep import backends
 
     return (backends.of_array(array) if backend is None else _backend(backend)).put(array, Device.of(device))
@@ -133,7 +137,7 @@ def resolve(asked: Any, shards: int, backend: Backend) -> list[Device]:
         raise WrongType(f"devices must be 'auto', a count, a name or a list of names, got {asked!r}")
     if isinstance(asked, str) and asked == "auto":
         return (gpus or [cpu()])[:shards]
-    if isinstance(asked, str) and asked.isdigit():
+    if isinstance(asked, str) and asked.isdecimal():
         asked = int(asked)
     if isinstance(asked, int):
         if asked < 1:

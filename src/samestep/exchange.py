@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from samestep.devices import Device, same_device
+from samestep.devices import Device, resolve, same_device
 from samestep.errors import Invalid, WrongType
 from samestep.shards import Fold, Span, cut
 
@@ -57,7 +57,7 @@ def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
              2(k − 1)/k of an array. Each slice is added in another order, so this is not the sum along the tree
     sharded  device i sums slice i along the tree, then the slices are gathered: a ring's bytes, the tree's order
 
-    Arrays are changed in place where the framework has mutable arrays; the list is returned.
+    Arrays are changed in place where the framework has mutable arrays; the arrays that hold the sum are returned.
 
     >>> import torch
     >>> allreduce([torch.tensor([1.0]), torch.tensor([2.0])])
@@ -72,6 +72,11 @@ def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
     owners = [backends.of_array(array) for array in arrays]
     if len({backend.name for backend in owners}) > 1:
         raise WrongType(f"allreduce: arrays of several frameworks: {', '.join(b.name for b in owners)}")
+    if not all(owner.owns(array) for owner, array in zip(owners, arrays, strict=True)):
+        raise WrongType(f"allreduce: expected arrays of {owners[0].name}, got {type(arrays[0]).__name__}: put(x, device) them")
+    types = {str(array.dtype) for array in arrays}
+    if len(types) > 1:
+        raise WrongType(f"allreduce: arrays must be of one type, got {' and '.join(sorted(types))}")
     shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise Invalid(f"allreduce: arrays must have one shape, got {' and '.join(map(str, sorted(shapes)))}")
@@ -119,8 +124,10 @@ def _ring(backend: Backend, vectors: list[Vector], devices: list[Device]) -> lis
     return [backend.concat(row) for row in held]
 
 
-def split_batch(x: Array, y: Array, devices: Sequence[Device | str]) -> tuple[list[Array], list[Array]]:
+def split_batch(x: Array, y: Array, devices: Any) -> tuple[list[Array], list[Array]]:
     """Cut a batch over devices: two lists, one piece of x and of y per device, sizes differing by at most one.
+
+    Devices are named as for a Trainer: a list, a count, or "auto".
 
     >>> import torch
     >>> xs, ys = split_batch(torch.arange(10).reshape(5, 2), torch.arange(5), ["cpu", "cpu"])
@@ -131,10 +138,9 @@ def split_batch(x: Array, y: Array, devices: Sequence[Device | str]) -> tuple[li
 
     if len(x) != len(y):
         raise Invalid(f"split_batch: x and y must be of one length, got {len(x)} examples and {len(y)} labels")
-    if not devices:
-        raise Invalid("split_batch: devices is empty: name at least one")
     same_device(x=x, y=y)
-    backend, places = backends.of_array(x), [Device.of(device) for device in devices]
+    backend = backends.of_array(x)
+    places = resolve(devices, shards=1 << 62, backend=backend)  # a piece may be empty
     spans = list(zip(cut(len(x), len(places)), places, strict=True))
     return ([backend.put(x[lo:hi], place) for (lo, hi), place in spans],
             [backend.put(y[lo:hi], place) for (lo, hi), place in spans])  # fmt: skip

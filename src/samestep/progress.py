@@ -13,7 +13,7 @@ from samestep.run import Event
 
 def show(wanted: bool | None) -> Display | None:
     """A display on standard error: if wanted, or by default (None) if that is a terminal."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if wanted is None:
         wanted = console.is_terminal
     return Display(console) if wanted else None
@@ -43,8 +43,8 @@ class Display:
         devices = event["devices"]
         names = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
         self.console.print(
-            f"[bold]{event['model']}[/] on {names}: {event['parameters']:,} parameters, {self.examples:,} examples, "
-            f"{self.steps_per_epoch} steps an epoch, {event['shards']} shards a batch"
+            f"{event['model']} ({event['parameters']:,} numbers) on {names}: {self.steps_per_epoch} steps an epoch over "
+            f"{self.examples:,} examples, {event['shards']} shards a step"
         )
         if self.console.is_terminal:
             self.bar = Progress(
@@ -73,11 +73,11 @@ class Display:
         self._since = now
 
     def _epoch(self, event: Event) -> None:
-        line = f"epoch {event['epoch']:>3}/{self.epochs}  rate {event['lr']:<8.4g} train loss {event['train_loss']:.4f}"
-        line += f"  accuracy {percent(event['train_accuracy'])}"
-        if event["test_loss"] is not None:
-            line += f"  test loss {event['test_loss']:.4f}  accuracy {percent(event['test_accuracy'])}"
-        self.console.print(f"{line}  {event['seconds']:.2f} s", highlight=False)
+        test = "" if event["test_loss"] is None else f" test {event['test_loss']:.4f} {percent(event['test_accuracy'])} "
+        self.console.print(
+            f"epoch {event['epoch']:>3}/{self.epochs}  train {event['train_loss']:.4f} {percent(event['train_accuracy'])} "
+            f"{test} rate {event['lr']:.4g}  {event['seconds']:.2f} s"
+        )
         self._since = time.perf_counter()  # the time of the evaluation is not counted as training
 
     def _end(self, event: Event) -> None:

@@ -114,6 +114,8 @@ class Fold(Generic[T]):
         while True:
             other = sibling(*span, self.n)
             with self._lock:
+                if span in self.parts:
+                    raise Invalid(f"shards [{span[0]}, {span[1]}) were added twice")
                 if other is None or other not in self.parts:
                     self.parts[span] = value
                     return

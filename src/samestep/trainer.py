@@ -44,6 +44,7 @@ class Trainer:
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, or their mean; None: softmax cross-entropy
     sampling           "without_replacement", or "with_replacement"
+    capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
     num_gpus           the chapters' name for `devices`: so many GPUs (or replicas on the CPU, if there is none), 0 for the CPU
     """
@@ -61,6 +62,7 @@ class Trainer:
     threads_per_shard: int = 1
     loss: Callable[[Any, Any], Any] | None = None
     sampling: str = "without_replacement"
+    capture: bool = True
     deterministic: bool = True
     num_gpus: int | None = None
 
@@ -123,7 +125,7 @@ class Trainer:
         return backend.replica(model, self.loss, device, self.shards).model()
 
     def _group(self, backend: Backend, model: Any, devices: Sequence[Any]) -> Group:
-        replicas = [backend.replica(model, self.loss, device, self.shards) for device in devices]
+        replicas = [backend.replica(model, self.loss, device, self.shards, self.capture) for device in devices]
         return Group(backend, replicas, self.optimizer, self.shards, float(self.gradient_clip_val))
 
     def _evaluate(self, group: Group, feed: Feed, shape: Shape) -> tuple[float, float | None]:

@@ -114,7 +114,9 @@ class Backend(Protocol):
     def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Shape:
         """Pass one example through the model (creating lazy weights) and say what came out."""
 
-    def replica(self, model: Any, loss: Any, device: Device, shards: int) -> Replica: ...
+    def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> Replica:
+        """A copy of the model on a device; `capture` allows recording its computation (see Trainer)."""
+
     def describe(self, model: Any) -> str:
         """The model in one word."""
 

@@ -111,13 +111,15 @@ class TorchBackend:
             self._pool = ThreadPoolExecutor(
                 max(1, cores // threads), "samestep", initializer=torch.set_num_threads, initargs=(threads,)
             )
+            # This thread too: the helpers of a second team would spin between its calls and take the workers' cores.
+            torch.set_num_threads(1)
         try:
             yield
         finally:
             if self._pool:
                 self._pool.shutdown(cancel_futures=True)
                 self._pool = None
-                torch.set_num_threads(arithmetic_threads)  # of this thread; the workers had their own
+                torch.set_num_threads(arithmetic_threads)
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory = flags
             torch.random.set_rng_state(noise[0])
@@ -169,9 +171,11 @@ class TorchBackend:
         scores = isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and y.dtype.kind in "iu"
         return Shape(output.shape[1] if scores else None, str(dtypes.pop()).removeprefix("torch."))
 
-    def replica(self, model: torch.nn.Module, loss: Any, device: Device, shards: int) -> TorchReplica:
+    def replica(
+        self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
+    ) -> TorchReplica:
         with explained():
-            return TorchReplica(model, loss, device, shards)
+            return TorchReplica(model, loss, device, shards, capture)
 
     def _must_exist(self, device: Device) -> None:
         if device.kind == "cuda" and device.index >= torch.cuda.device_count():

@@ -10,16 +10,21 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.backends.torch_graph import Recorder
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 ALIGN = 64  # bytes; every tensor begins where the framework's own allocation would, so kernels see nothing unusual
 
@@ -93,7 +98,7 @@ class Lane:
 
 
 class TorchReplica:
-    def __init__(self, model: torch.nn.Module, loss: Any, device: Device, shards: int) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True) -> None:
         self.device, self.loss, self.shards = device, loss, shards
         self._model, self._place = model, torch.device(str(device))
         with torch.no_grad():
@@ -117,33 +122,50 @@ class TorchReplica:
         self._lanes: dict[int, Lane] = {}
         self._making = threading.Lock()
         self._noise = Noise(self._place)
+        self._recorder = Recorder(capture)
         self.size = len(self.parameters) + sum(len(flat.vector) for flat in self.buffers) + 2 * shards
 
     # One shard
 
     def gradient(self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int) -> torch.Tensor:
         lane = self._lane(training=True)
+        zeros, last = self._zeros, self.shards - 1 - shard
+        *vector, loss, right = self._compute(lane, x, y, key)
+        return torch.cat([*vector, zeros[:shard], loss, zeros[:last], zeros[:shard], right, zeros[:last]])
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int) -> tuple[torch.Tensor, ...]:
+        """The pieces of a shard's vector, in order; the last two are its loss and its hits."""
+
+        def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             for own, start in zip(lane.buffers, self.buffers, strict=True):
                 own.vector.copy_(start.vector)
             output = lane.module(x)
             return sum_of_losses(self.loss, output, y), hits(output, y)
 
-        def backward(loss: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
-
-        (loss, right), gradients = self._noise.compute(key, forward, backward)
-        self._check_constants(lane)
-        with torch.no_grad():
-            zeros, last = self._zeros, self.shards - 1 - shard
+        def backward(result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            loss, right = result
+            gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
             vector = []
-            for piece, gradient in zip(self.weights.pieces, gradients, strict=True):
-                vector += [piece.flatten(gradient), zeros[: piece.pad]]
-            for own, start in zip(lane.buffers, self.buffers, strict=True):
-                vector.append(change(own.vector, start.vector).to(zeros.dtype) * len(x))
-            slots = [zeros[:shard], loss.view(1), zeros[:last], zeros[:shard], right.to(zeros.dtype).view(1), zeros[:last]]
-            return torch.cat(vector + slots)
+            with torch.no_grad():
+                for piece, gradient in zip(self.weights.pieces, gradients, strict=True):
+                    vector += [piece.flatten(gradient), self._zeros[: piece.pad]]
+                for own, start in zip(lane.buffers, self.buffers, strict=True):
+                    vector.append(change(own.vector, start.vector).to(self._zeros.dtype) * len(y))
+                return (*vector, loss.detach().view(1), right.to(self._zeros.dtype).view(1))
+
+        def whole(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            *vector, loss, right = backward(forward(x, y))
+            return torch.cat(vector), loss, right
+
+        if self._place.type == "cuda":
+            with torch.cuda.device(self._place):
+                recorded = self._recorder.find(whole, x, y)
+                self._noise.seed(key)
+                out = recorded(x, y) if recorded else backward(forward(x, y))
+        else:
+            out = self._noise.compute(key, lambda: forward(x, y), backward)
+        self._check_constants(lane)
+        return out
 
     def evaluate(self, x: torch.Tensor, y: torch.Tensor, key: int) -> torch.Tensor:
         lane = self._lane(training=False)
@@ -155,7 +177,10 @@ class TorchReplica:
             return torch.stack([sum_of_losses(self.loss, output, y).double(), hits(output, y).double()])
 
         with torch.no_grad():
-            return self._noise.compute(key, forward, lambda _: None)[0]
+            if self._place.type == "cuda":
+                self._noise.seed(key)
+                return forward()
+            return self._noise.compute(key, forward, lambda result: result)
 
     # The step's other half
 
@@ -318,30 +343,28 @@ class Noise:
     def __init__(self, place: torch.device) -> None:
         self.place, self.way = place, 0
 
-    def compute(self, key: int, forward: Any, backward: Any) -> tuple[Any, Any]:
+    def seed(self, key: int) -> None:
+        """On a GPU: the numbers of the next shard are drawn from this key."""
+        torch.default_generator.manual_seed(key)
+        torch.cuda.default_generators[self.place.index or 0].manual_seed(key)
+
+    def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
+        """On the CPU: backward(forward()), with the numbers that both draw taken from this key."""
         shared = torch.default_generator
-        if self.place.type == "cuda":
-            shared.manual_seed(key)
-            torch.cuda.default_generators[self.place.index or 0].manual_seed(key)
-            return self._both(forward, backward)
         if self.way == 0:
             before = shared.get_state()
-            out = forward()
+            result = forward()
             if torch.equal(before, shared.get_state()):
-                return out, backward(out[0])
+                return backward(result)
             self.way = max(self.way, 1)
         if self.way == 1:
             try:
                 with OwnGenerator(key) as mode:
-                    out = forward()
+                    result = forward()
                     mode.forward = False
-                    return out, backward(out[0])
+                    return backward(result)
             except DrawnElsewhere:
                 self.way = 2
         with Noise._one_at_a_time:
             shared.manual_seed(key)
-            return self._both(forward, backward)
-
-    def _both(self, forward: Any, backward: Any) -> tuple[Any, Any]:
-        out = forward()
-        return out, backward(out[0])
+            return backward(forward())

@@ -1,0 +1,36 @@
+"""What a benchmark ran on, and where its figures are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+RESULTS = Path(os.environ.get("OUT") or HERE / "results")
+
+
+def machine() -> dict[str, str]:
+    if torch.cuda.is_available():
+        name, short = torch.cuda.get_device_name(0), "gpu"
+    else:
+        models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        name, short = f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.machine()}", "cpu"
+    return {"name": name, "short": short, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def keep(name: str, rows: list[dict], **about: object) -> None:
+    where = machine()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}-{where['short']}.json"
+    path.write_text(json.dumps({"machine": where, "date": time.strftime("%Y-%m-%d"), **about, "rows": rows}, indent=1) + "\n")
+    print(f"kept in {path.name}")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in lines)

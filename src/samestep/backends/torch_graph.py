@@ -1,0 +1,70 @@
+"""A shard's computation as a CUDA graph: recorded once per shape, then launched as one, instead of hundreds of times.
+
+A small model's step is bound by launching kernels, and S shards launch S times as many; a graph takes that away. What is
+replayed are the same kernels on the same shapes, so the bits are those of computing without it. This is right because a
+shard's result may only depend on weights, buffers, examples and key: a model that looks at anything else while it computes
+(a counter in Python, a number on the host) has no place in samestep's contract. What can be noticed is: a model that reads
+the device or draws on the host while it computes is not recorded, and is computed operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Compute = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+SHAPES = 8  # that are recorded for one replica; a graph keeps the memory of its shard
+WARM_UP = 3  # computations before recording: libraries set themselves up in the first ones
+
+
+class Recorded:
+    """One computation on one shape of input."""
+
+    def __init__(self, compute: Compute, x: torch.Tensor, y: torch.Tensor, pool: Any) -> None:
+        self.x, self.y = x.clone(), y.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            self.out = compute(self.x, self.y)
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.out  # overwritten by the next call
+
+
+class Recorder:
+    """Records computations as new shapes turn up, and says when one must be computed without."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self._recorded: dict[Any, Recorded] = {}
+        self._pool: Any = None
+
+    def find(self, compute: Compute, x: torch.Tensor, y: torch.Tensor) -> Recorded | None:
+        shape = x.shape, x.dtype, x.stride(), y.shape, y.dtype
+        if self.wanted and shape not in self._recorded and len(self._recorded) < SHAPES:
+            self._record(compute, x, y, shape)
+        return self._recorded.get(shape)
+
+    def _record(self, compute: Compute, x: torch.Tensor, y: torch.Tensor, shape: Any) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        drawn = torch.default_generator.get_state()
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                compute(x, y)
+        torch.cuda.current_stream().wait_stream(side)
+        if not torch.equal(drawn, torch.default_generator.get_state()):
+            self.wanted = False  # a number drawn on the host would be frozen
+            return
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            self._recorded[shape] = Recorded(compute, x, y, self._pool)
+        except RuntimeError as error:  # PyTorch has no class of its own for this
+            if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
+                raise
+            self.wanted = False
+            self._recorded.clear()

@@ -1,0 +1,64 @@
+"""What every backend must show: one recipe, the same bits on any number of devices.
+
+`check` is the heart of the suite. It compares with == on bytes, and first makes sure that there was something to compare:
+that the weights moved, and that shards and devices of different sizes took part.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import numpy as np
+import samestep as ss
+
+BACKEND = os.environ.get("SAMESTEP_TEST_BACKEND", "torch")
+zoo = importlib.import_module(f"conformance.zoo_{BACKEND}")
+
+MODELS = ("lenet", "lenet_modern", "mlp_with_dropout", "resnet_with_batch_norm", "embedding")
+# examples and batch size: 250 over 8 shards do not divide and the last batch is 96; batches of 5 leave shards empty
+BATCHES = {"250 and a last 96": (346, 250), "5 and a last 2": (12, 5)}
+
+
+def data(model: str, n: int) -> ss.Data:
+    random = np.random.default_rng(n)
+    # images of 40 x 40 leave 2 x 2 at the end of the ResNet: batch norm needs more than one value, also in a shard of one
+    side = 40 if model == "resnet_with_batch_norm" else 28
+    x = random.integers(0, 50, (n, 6)) if model == "embedding" else random.random((n, 1, side, side), dtype=np.float32)
+    y = random.integers(0, 10, n)
+    return ss.Data(train=(x, y), test=(x[: n // 2], y[: n // 2]))
+
+
+def fit(model: str, devices, n: int = 346, batch_size: int = 250, **settings) -> ss.Run:
+    settings = {"optimizer": ss.sgd(momentum=0.9), "schedule": lambda t: 0.1 / (1 + t), "gradient_clip_val": 1.0} | settings
+    trainer = ss.Trainer(max_epochs=2, batch_size=batch_size, devices=devices, progress=False, **settings)
+    return trainer.fit(getattr(zoo, model)(), data(model, n))
+
+
+def numbers(run: ss.Run) -> list[dict]:
+    """The history without the one column that is not a result."""
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in run.history]
+
+
+def same(a: ss.Run, b: ss.Run) -> None:
+    """Assert that two runs are the same to the last bit, after every step."""
+    ours, theirs = a.weights(), b.weights()
+    assert list(ours) == list(theirs)
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype
+        assert ours[name].tobytes() == theirs[name].tobytes(), f"{name} differs"
+    assert a.fingerprints == b.fingerprints
+    assert a.fingerprint == b.fingerprint
+    assert numbers(a) == numbers(b)
+
+
+def check(run_on, counts) -> None:
+    """Assert that `run_on(k)` gives the same run for one device and for each of `counts`."""
+    one = run_on(1)
+    assert one.recipe["initial"] != one.fingerprint, "training changed nothing: there is nothing to compare"
+    assert len(set(one.fingerprints)) == len(one.fingerprints), "some step changed nothing"
+    for count in counts:
+        other = run_on(count)
+        assert len(other.devices) == count
+        assert other.recipe == one.recipe
+        same(one, other)

@@ -1,0 +1,150 @@
+"""Deliberately broken twins of the step. The suite must reject every one of them, or it shows nothing."""
+
+import functools
+
+import pytest
+import samestep as ss
+from samestep import exchange as exchanging
+from samestep import step as stepping
+from samestep import trainer as training
+from samestep.backends.torch_replica import TorchReplica
+from samestep.shards import cut_pass
+
+from conformance import suite
+
+
+def rejected(model, monkeypatch, breakage):
+    """The suite passes as things are, and fails with the breakage in place."""
+    runs = functools.partial(suite.fit, model)
+    suite.check(runs, (2,))
+    breakage(monkeypatch)
+    with pytest.raises(AssertionError):
+        suite.check(runs, (2, 3))
+
+
+class DeviceOrder:
+    """Adds a device's shards one after the other, as they lie, instead of along the tree."""
+
+    def __init__(self, n, add):
+        self.held, self.add_up = {}, add
+
+    def add(self, span, value):
+        self.held[span] = value
+
+    @property
+    def parts(self):
+        if not self.held:
+            return {}
+        spans = sorted(self.held)
+        return {(spans[0][0], spans[-1][1]): functools.reduce(self.add_up, [self.held[span] for span in spans])}
+
+
+def sum_in_device_order(monkeypatch):
+    def exchange(backend, parts, n, devices, size):
+        return [sum(vector for held in parts for vector in held.values()) for _ in devices]
+
+    monkeypatch.setattr(stepping, "Fold", DeviceOrder)
+    monkeypatch.setattr(stepping, "exchange", exchange)
+
+
+def dropped_shard(monkeypatch):
+    """Cuts shards over devices evenly and forgets the remainder, as the chapters' Paddle code does with examples."""
+    gradient = TorchReplica.gradient
+    count = {}
+
+    def group(self, backend, model, devices):
+        count["devices"] = len(devices)
+        return make(self, backend, model, devices)
+
+    def forgetful(self, x, y, key, shard):
+        kept = self.shards // count["devices"] * count["devices"]
+        return gradient(self, x, y, key, shard) * (shard < kept)
+
+    make = ss.Trainer._group
+    monkeypatch.setattr(ss.Trainer, "_group", group)
+    monkeypatch.setattr(TorchReplica, "gradient", forgetful)
+
+
+def shared_storage(monkeypatch):
+    """Replicas on one device alias one vector, as the chapters' get_params does in PyTorch: each update counts k times."""
+    make = ss.Trainer._group
+
+    def group(self, backend, model, devices):
+        made = make(self, backend, model, devices)
+        for replica in made.replicas[1:]:
+            replica.parameters, replica.weights = made.replicas[0].parameters, made.replicas[0].weights
+        return made
+
+    monkeypatch.setattr(ss.Trainer, "_group", group)
+
+
+def dropout_keyed_by_device(monkeypatch):
+    make, gradient = ss.Trainer._group, TorchReplica.gradient
+
+    def group(self, backend, model, devices):
+        made = make(self, backend, model, devices)
+        for rank, replica in enumerate(made.replicas):
+            replica.rank = rank
+        return made
+
+    monkeypatch.setattr(ss.Trainer, "_group", group)
+    monkeypatch.setattr(TorchReplica, "gradient", lambda self, x, y, key, shard: gradient(self, x, y, self.rank, shard))
+
+
+def one_shard_per_device(monkeypatch):
+    """Computes all examples of a device at once, so that batch norm sees them together."""
+    make, count = ss.Trainer._group, {}
+
+    def group(self, backend, model, devices):
+        count["devices"] = len(devices)
+        return make(self, backend, model, devices)
+
+    def as_many_shards_as_devices(n, batch_size, shards):
+        return cut_pass(n, batch_size, count.get("devices", shards))
+
+    monkeypatch.setattr(ss.Trainer, "_group", group)
+    monkeypatch.setattr(training, "cut_pass", as_many_shards_as_devices)
+
+
+def schedule_advanced_per_device(monkeypatch):
+    """As Accelerate does (#1382): k processes, k steps of the schedule for one update."""
+    lr = ss.Trainer.lr
+    monkeypatch.setattr(ss.Trainer, "lr", lambda self, t: lr(self, t * self.devices))
+
+
+@pytest.mark.parametrize(
+    ("breakage", "model"),
+    [
+        (sum_in_device_order, "lenet_modern"),
+        (sum_in_device_order, "embedding"),
+        (dropped_shard, "lenet_modern"),
+        (shared_storage, "lenet_modern"),
+        (dropout_keyed_by_device, "mlp_with_dropout"),
+        (one_shard_per_device, "resnet_with_batch_norm"),
+        (schedule_advanced_per_device, "embedding"),
+    ],
+)
+def test_the_suite_rejects(breakage, model, monkeypatch):
+    rejected(model, monkeypatch, breakage)
+
+
+def test_a_part_that_never_arrives_is_an_error(monkeypatch):
+    """The sum itself refuses to be incomplete."""
+    exchange = exchanging.exchange
+    monkeypatch.setattr(stepping, "exchange", lambda b, parts, *rest: exchange(b, parts[:-1] + [{}], *rest))
+    with pytest.raises(ss.SamestepError, match="the sum over 8 shards is not complete"):
+        suite.fit("embedding", 3)
+
+
+def test_a_replica_that_drifts_is_an_error(monkeypatch):
+    """A fit compares its replicas after every epoch, whatever made them differ."""
+    assign, seen = TorchReplica.assign, []
+
+    def drifting(self, parameters, total, examples):
+        assign(self, parameters, total, examples)
+        seen.append(self)
+        self.parameters[0] += 1e-3 * seen.index(self)
+
+    monkeypatch.setattr(TorchReplica, "assign", drifting)
+    with pytest.raises(ss.SamestepError, match="after step 2 the replicas on cpu, cpu are no longer equal"):
+        suite.fit("embedding", 2)

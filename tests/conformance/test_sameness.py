@@ -1,0 +1,33 @@
+"""The same weights, to the last bit, on any number of devices."""
+
+import pytest
+import samestep as ss
+
+from conformance import suite
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
+
+
+@pytest.mark.parametrize("batches", suite.BATCHES)
+@pytest.mark.parametrize("model", suite.MODELS)
+@pytest.mark.parametrize("kind", ["cpu", GPU])
+def test_same_bits_on_any_number_of_devices(kind, model, batches):
+    n, batch_size = suite.BATCHES[batches]
+    counts = (2, 3, 5, 7, 8) if kind == "cpu" else (2, 3, 4)
+    suite.check(lambda k: suite.fit(model, [kind] * k, n, batch_size), counts)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 7, 16])
+def test_same_bits_for_any_number_of_shards(shards):
+    suite.check(lambda k: suite.fit("mlp_with_dropout", k, shards=shards), [k for k in (2, 3, 16) if k <= shards])
+
+
+def test_shards_seed_and_batch_size_do_change_the_bits():
+    """What is in the recipe may change the result; were it not so, the comparisons above would show nothing."""
+    base = suite.fit("mlp_with_dropout", 1)
+    for change in ({"shards": 4}, {"seed": 1}, {"batch_size": 251}, {"schedule": 0.05}, {"sampling": "with_replacement"}):
+        assert suite.fit("mlp_with_dropout", 1, **change).fingerprint != base.fingerprint, change
+
+
+def test_two_threads_per_shard_are_the_same_on_any_number_of_devices():
+    suite.check(lambda k: suite.fit("lenet", k, threads_per_shard=2), (3,))

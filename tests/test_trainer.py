@@ -1,0 +1,410 @@
+"""The Trainer on PyTorch: what a fit computes, what it leaves alone, and what it says to bad input."""
+
+import json
+
+import numpy as np
+import pytest
+import samestep as ss
+import torch
+import torch.nn.functional as F
+from samestep import draws
+from samestep.errors import Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
+from samestep.models import torch as models
+from samestep.shards import cut
+from torch import nn
+
+ROUNDING = 1e-12  # relative, float64: the same sums in another order, over some tens of steps
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))]
+
+
+def numbers(n=60, features=12, classes=3, dtype=np.float32):
+    random = np.random.default_rng(0)
+    return random.standard_normal((n, features)).astype(dtype), random.integers(0, classes, n)
+
+
+def net(*layers, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layers or (nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)))).to(dtype)
+
+
+def trainer(**settings):
+    return ss.Trainer(**{"max_epochs": 2, "batch_size": 16, "progress": False, "devices": "cpu"} | settings)
+
+
+# What a fit computes
+
+
+def test_equals_a_plain_pytorch_loop():
+    """Same order, same rates: the same weights to rounding, with momentum, weight decay and a changing rate."""
+    x, y = numbers(dtype=np.float64)
+    model = net(dtype=torch.float64)
+    start = [p.detach().clone() for p in model.parameters()]
+    rate = lambda t: 0.2 / (1 + t)  # noqa: E731
+    run = trainer(optimizer=ss.sgd(momentum=0.9, weight_decay=0.01), schedule=rate, seed=3).fit(model, (x, y))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
+    t = 0
+    for epoch in range(2):
+        order = draws.order(3, epoch, len(x))
+        for first in range(0, len(x), 16):
+            index = torch.from_numpy(order[first : first + 16])
+            optimizer.param_groups[0]["lr"] = rate(t)
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.from_numpy(x)[index]), torch.from_numpy(y)[index]).backward()
+            optimizer.step()
+            t += 1
+    assert run.history[-1]["step"] == t == 8
+    for (name, weight), began in zip(model.state_dict().items(), start, strict=True):
+        assert not torch.equal(weight, began)
+        np.testing.assert_allclose(run.weights()[name], weight.numpy(), rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_batch_norm_statistics_are_those_of_the_shards_averaged():
+    x, y = numbers(10, dtype=np.float64)
+    model = net(nn.BatchNorm1d(12), nn.Linear(12, 3), dtype=torch.float64)
+    run = trainer(max_epochs=1, batch_size=10, shards=3).fit(model, (x, y))
+    order = draws.order(0, 0, 10)
+    shards = [x[order[lo:hi]] for lo, hi in ((0, 4), (4, 7), (7, 10))]
+    mean = 0.1 * sum(len(s) * s.mean(0) for s in shards) / 10
+    variance = 0.9 + 0.1 * sum(len(s) * s.var(0, ddof=1) for s in shards) / 10
+    np.testing.assert_allclose(run.weights()["0.running_mean"], mean, rtol=ROUNDING)
+    np.testing.assert_allclose(run.weights()["0.running_var"], variance, rtol=ROUNDING)
+    assert run.weights()["0.num_batches_tracked"] == 1
+
+
+def test_history_and_evaluation_count_every_example_once():
+    x, y = numbers(61)
+    data = ss.Data(train=(x, y), test=(x[:37], y[:37]))
+    for count in (1, 3):
+        run = trainer(devices=count, schedule=0.0, max_epochs=1).fit(net(), data)
+        scores = net()(torch.from_numpy(x)).detach()
+        losses = F.cross_entropy(scores, torch.from_numpy(y), reduction="none").double().numpy()
+        right = (scores.argmax(1).numpy() == y).astype(int)
+        [row] = run.history
+        assert list(row) == [
+            "epoch", "step", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds",
+        ]  # fmt: skip
+        assert (row["epoch"], row["step"], row["lr"]) == (1, 4, 0.0)
+        assert row["train_accuracy"] == right.sum() / 61
+        assert row["test_accuracy"] == right[:37].sum() / 37
+        np.testing.assert_allclose(row["train_loss"], losses.mean(), rtol=1e-6)
+        np.testing.assert_allclose(row["test_loss"], losses[:37].mean(), rtol=1e-6)
+        assert run.recipe["initial"] == run.fingerprint  # a rate of zero changes nothing, to the bit
+        result = trainer(devices=count).evaluate(run.model, data)
+        assert result == {"loss": row["test_loss"], "accuracy": row["test_accuracy"], "examples": 37}
+
+
+def test_gradient_is_clipped_after_the_sum():
+    x, y = numbers(16)
+    before = {name: p.detach().numpy().copy() for name, p in net().named_parameters()}
+    moved = {}
+    for clip in (0.0, 0.01, 1e9):
+        run = trainer(max_epochs=1, schedule=1.0, gradient_clip_val=clip).fit(net(), (x, y))
+        moved[clip] = np.concatenate([(before[n] - w).ravel() for n, w in run.weights().items()]).astype(np.float64)
+    assert np.linalg.norm(moved[0.0]) > 0.1
+    np.testing.assert_allclose(np.linalg.norm(moved[0.01]), 0.01, rtol=1e-5)
+    np.testing.assert_array_equal(moved[1e9], moved[0.0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_differs_by_step_and_shard_and_is_the_same_with_checkpointing(kind):
+    """torch.utils.checkpoint draws its dropout again in the backward pass: it must draw the same numbers."""
+    seen = []
+
+    class Dropped(nn.Module):
+        def __init__(self, again):
+            super().__init__()
+            torch.manual_seed(0)
+            self.again, self.first, self.last = again, nn.Linear(12, 8), nn.Linear(8, 3)
+
+        def middle(self, x):
+            return F.dropout(torch.tanh(self.first(x)), 0.5, self.training)
+
+        def forward(self, x):
+            if self.again:
+                return self.last(torch.utils.checkpoint.checkpoint(self.middle, x, use_reentrant=False))
+            hidden = self.middle(x)
+            seen.append(tuple((hidden[0] == 0).tolist()))
+            return self.last(hidden)
+
+    data = numbers(64)
+    settings = {"devices": [kind] * 2, "batch_size": 32, "shards": 4}
+    plain = trainer(**settings, capture=False).fit(Dropped(False), data)
+    assert len(set(seen)) > 10  # of 16 shards, each with 8 units dropped or not
+    again = trainer(**settings).fit(Dropped(True), data)
+    assert again.fingerprints == plain.fingerprints
+
+
+class Attends(nn.Module):
+    """Attention draws its dropout inside an operation that takes no generator."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.dense = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True), nn.Linear(12, 3)
+
+    def forward(self, x):
+        x = x.view(-1, 3, 4)
+        return self.dense(self.attention(x, x, x, need_weights=False)[0].flatten(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_with_dropout_is_the_same_on_any_number_of_devices(kind):
+    prints = {tuple(trainer(devices=[kind] * k).fit(Attends(), numbers()).fingerprints) for k in (1, 2, 3)}
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_shared_and_channels_last_parameters(kind):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.second.weight = self.first.weight
+            self.frozen = nn.Linear(4, 3).requires_grad_(False)
+
+        def forward(self, x):
+            return self.frozen(self.second(self.first(self.conv(x.view(-1, 3, 2, 2)).flatten(1))))
+
+    runs = [trainer(devices=[kind] * k).fit(Tied(), numbers()) for k in (1, 2, 3)]
+    assert len({run.fingerprint for run in runs}) == 1
+    weights, start = runs[0].weights(), Tied().state_dict()
+    assert (weights["first.weight"] == weights["second.weight"]).all()
+    assert (weights["frozen.weight"] == start["frozen.weight"].numpy()).all()
+    assert all((weights[name] != start[name].numpy()).any() for name in ("conv.weight", "first.weight", "first.bias"))
+    trained = runs[0].model
+    assert trained.first.weight is trained.second.weight
+    assert trained.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not trained.frozen.weight.requires_grad
+
+
+def test_lazy_weights_are_made_from_the_first_example():
+    torch.manual_seed(0)
+    run = trainer().fit(nn.Sequential(nn.LazyLinear(3)), numbers())
+    assert run.weights()["0.weight"].shape == (3, 12)
+
+
+def test_a_loss_may_give_a_value_per_example_or_their_mean_or_their_sum():
+    x, y = numbers(dtype=np.float64)
+    losses = (None, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="sum"))
+    weights = [trainer(loss=loss).fit(net(dtype=torch.float64), (x, y)).weights()["0.weight"] for loss in losses]
+    for other in weights[1:]:
+        np.testing.assert_allclose(other, weights[0], rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_regression_has_no_accuracy():
+    x, _ = numbers()
+    run = trainer(loss=nn.MSELoss()).fit(net(nn.Linear(12, 1)), ss.Data((x, x[:, :1] * 2), (x, x[:, :1] * 2)))
+    first, last = run.history
+    assert first["train_accuracy"] is None
+    assert last["test_accuracy"] is None
+    assert 0 < last["test_loss"] < first["test_loss"]
+
+
+def test_the_rate_of_update_t_is_schedule_of_t():
+    asked = []
+
+    def schedule(t):
+        asked.append(t)
+        return 0.1 if t < 5 else 0.25
+
+    run = trainer(schedule=schedule).fit(net(), numbers())
+    assert asked == list(range(8))
+    assert [row["lr"] for row in run.history] == [float(np.float32(0.1)), 0.25]  # rounded once to the weights' type
+
+
+# What a fit leaves alone
+
+
+def test_a_fit_leaves_model_generator_and_settings_alone_and_a_second_one_starts_anew():
+    model = net()
+    model[0].eval()
+    start = {name: p.clone() for name, p in model.state_dict().items()}
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    runs = [trainer(devices=2).fit(model, numbers()) for _ in range(2)]
+    assert runs[0].fingerprint == runs[1].fingerprint
+    assert all(torch.equal(p, start[name]) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    assert not model[0].training
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+    trained = runs[0].model
+    assert all((p.numpy() == runs[0].weights()[name]).all() for name, p in trained.state_dict().items())
+    trained[0].weight.data.zero_()  # the user's copy: nobody else's
+    assert (runs[0].model[0].weight != 0).any()
+
+
+def test_prepare_batch_and_prepare_model():
+    model, x = net(), torch.ones(2, 12)
+    prepared = trainer().prepare_model(model)
+    assert torch.equal(prepared(x), model(x))
+    assert prepared[0].weight.data_ptr() != model[0].weight.data_ptr()
+    assert trainer().prepare_batch((x, x))[1] is x
+    assert isinstance(trainer().prepare_batch([np.ones(3, np.float32)])[0], torch.Tensor)
+
+
+def test_num_gpus_is_the_chapters_name_for_devices():
+    assert len(trainer(num_gpus=2).fit(net(), numbers()).devices) == 2
+    assert trainer(num_gpus=0).fit(net(), numbers()).devices == ["cpu"]
+
+
+def test_overrides_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("SAMESTEP_OVERRIDES", json.dumps({"devices": 3, "max_epochs": 1}))
+    run = trainer().fit(net(), numbers())
+    assert (len(run.devices), len(run.history)) == (3, 1)
+    monkeypatch.setenv("SAMESTEP_OVERRIDES", json.dumps({"epochs": 1}))
+    with pytest.raises(Invalid, match="Trainer has no 'epochs'"):
+        trainer()
+
+
+# What it says to bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"max_epochs": 0}, Invalid, "max_epochs must be at least 1, got max_epochs=0"),
+        ({"max_epochs": 1.5}, WrongType, "max_epochs must be a whole number, got max_epochs=1.5"),
+        ({"batch_size": 0}, Invalid, "batch_size must be at least 1, got batch_size=0"),
+        ({"batch_size": True}, WrongType, "batch_size must be a whole number, got batch_size=True"),
+        ({"shards": 0}, Invalid, "shards must be at least 1, got shards=0"),
+        ({"threads_per_shard": 0}, Invalid, "threads_per_shard must be at least 1, got threads_per_shard=0"),
+        ({"seed": -1}, Invalid, "seed must be at least 0, got seed=-1"),
+        ({"seed": 1 << 64}, Invalid, "seed must be below 2**64, got seed=18446744073709551616"),
+        ({"schedule": -0.1}, Invalid, "schedule must be finite and at least 0, got -0.1"),
+        ({"schedule": float("nan")}, Invalid, "schedule must be finite and at least 0, got nan"),
+        ({"schedule": "fast"}, WrongType, "schedule must be a number, got 'fast'"),
+        ({"gradient_clip_val": -1}, Invalid, "gradient_clip_val must be finite and at least 0, got -1"),
+        ({"optimizer": "adam"}, WrongType, "optimizer must be an optimizer such as samestep.sgd(), got 'adam'"),
+        ({"loss": "mse"}, WrongType, "loss must be a function of (output, y), got 'mse'"),
+        ({"sampling": "sorted"}, Invalid,
+         "sampling must be one of without_replacement, with_replacement, got sampling='sorted'"),
+        ({"num_gpus": -1}, Invalid, "num_gpus must be at least 0, got num_gpus=-1"),
+        ({"devices": 9}, Invalid, "9 devices need at least 9 shards, got shards=8: raise shards or use fewer devices"),
+        ({"devices": "tpu"}, Invalid, "unknown device 'tpu': use 'cpu', 'cuda' or 'cuda:i'"),
+        ({"schedule": lambda t: float("inf")}, Invalid, "schedule(0) must be finite and at least 0, got inf"),
+    ],
+)  # fmt: skip
+def test_bad_settings(settings, kind, message):
+    with pytest.raises(kind) as caught:
+        trainer(**settings).fit(net(), numbers())
+    assert str(caught.value) == message
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(Invalid, match=r"^device cuda:7 is not there: torch sees cpu.* on this machine$"):
+        trainer(devices="cuda:7").fit(net(), numbers())
+
+
+def test_models_that_cannot_be_trained():
+    with pytest.raises(Invalid, match="^the model Sequential has no parameters to train$"):
+        trainer().fit(nn.Sequential(nn.ReLU()), numbers())
+    with pytest.raises(WrongType, match=r"^model must be a model of torch .*, got builtins\.dict$"):
+        trainer().fit({}, numbers())
+    with pytest.raises(WrongType, match="must all be float32 or all float64, got torch.bfloat16, torch.float32"):
+        trainer().fit(Mixed(), numbers())
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 3), nn.Linear(3, 3).bfloat16()
+
+    def forward(self, x):
+        return self.first(x) + self.last.weight.float().sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_is_not_finite_names_step_and_shard(kind):
+    x, y = numbers(60)
+    x[draws.order(0, 1, 60)[16 + 5]] = np.nan  # epoch 1, second batch of 16, example 5: shard 2 of 8
+    first = int(np.flatnonzero(draws.order(0, 0, 60) == draws.order(0, 1, 60)[21])[0])
+    step, place = divmod(first, 16)
+    with pytest.raises(NotFinite) as caught:
+        trainer(devices=kind).fit(net(), (x, y))
+    size = 16 if step < 3 else 12
+    shard = next(s for s, (lo, hi) in enumerate(cut(size, 8)) if lo <= place < hi)
+    assert str(caught.value).startswith(f"the loss is nan at step {step}, shard {shard}, with learning rate 0.1: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operation_without_a_deterministic_kernel_is_named(kind):
+    class Unpools(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(12, 3)
+
+        def forward(self, x):
+            pooled, index = F.max_pool1d(x[:, None], 2, return_indices=True)
+            return self.dense(F.max_unpool1d(pooled, index, 2)[:, 0])
+
+    with pytest.raises(NotDeterministic, match=r"^max_unpooling2d_forward\w* has no deterministic kernel in torch .*") as caught:
+        trainer(devices=kind).fit(Unpools(), numbers())
+    assert str(caught.value).endswith("use another operation, or Trainer(deterministic=False), which gives up sameness")
+    run = trainer(devices=kind, deterministic=False).fit(Unpools(), numbers())
+    assert run.recipe["deterministic"] is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_of_memory_says_how_much_was_asked_and_what_to_do(kind):
+    class Huge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = nn.Linear(12, 3)
+
+        def forward(self, x):
+            room = torch.ones(len(x), 1 << 44, device=x.device) if self.training else 1
+            return self.dense(x) * room
+
+    with pytest.raises(OutOfMemory) as caught:
+        trainer(devices=kind).fit(Huge(), numbers(64))
+    name = "cuda:0" if kind == "cuda" else "cpu"
+    asked = "131072.00 GiB" if kind == "cuda" else "140737488355328 bytes"
+    assert str(caught.value) == (
+        f"{name} ran out of memory when {asked} were asked for: raise shards (smaller shards need less), "
+        "or lower the batch size"
+    )
+
+
+def test_what_a_model_may_not_do():
+    class Forgets(nn.Module):
+        def __init__(self, persistent):
+            super().__init__()
+            torch.manual_seed(0)
+            self.dense = nn.Linear(12, 3)
+            self.register_buffer("seen", torch.zeros(12), persistent=persistent)
+
+        def forward(self, x):
+            if self.training:
+                self.seen += x.detach().mean(0)
+            return self.dense(x - self.seen)
+
+    with pytest.raises(Invalid, match="the buffer 'seen' was written to in the forward pass but is not persistent"):
+        trainer().fit(Forgets(False), numbers())
+    assert len({trainer(devices=k).fit(Forgets(True), numbers()).fingerprint for k in (1, 2, 3)}) == 1
+    with pytest.raises(Invalid, match="batch norm needs more than one value per channel in every shard: lower shards"):
+        trainer(batch_size=8).fit(net(nn.BatchNorm1d(12), nn.Linear(12, 3)), numbers())
+
+
+def test_losses_and_outputs_that_make_no_sense():
+    x, y = numbers()
+    with pytest.raises(WrongType, match="loss must return a tensor"):
+        trainer(loss=lambda output, y: 1.0).fit(net(), (x, y))
+    with pytest.raises(Invalid, match=r"loss must return one value per example \(1\) or their mean, got shape \(5,\)"):
+        trainer(loss=lambda output, y: torch.ones(5)).fit(net(), (x, y))
+    with pytest.raises(WrongType, match="needs a tensor of scores per class and whole-number labels, got a tensor of shape"):
+        trainer().fit(net(), (x, y.astype(np.float32)))
+
+
+def test_lenet_learns():
+    """From the chapter's starting weights, the schedule chapter's LeNet tells ten patterns apart."""
+    random = np.random.default_rng(0)
+    y = np.arange(100) % 10
+    x = (random.random((10, 1, 28, 28)) > 0.5)[y].astype(np.float32)
+    run = trainer(max_epochs=12, batch_size=20, schedule=0.1).fit(models.lenet_modern(), (x, y))
+    assert run.history[0]["train_accuracy"] < 0.5
+    assert run.history[-1]["train_accuracy"] == 1.0

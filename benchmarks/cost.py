@@ -15,10 +15,11 @@ import statistics
 import time
 
 import numpy as np
-import samestep as ss
 import torch
 import torch.nn.functional as F
 from machine import keep, machine, table
+
+import samestep as ss
 from samestep.models import torch as models
 
 BATCH = 256
@@ -74,12 +75,19 @@ def main() -> None:
             times[name].append(peer() * 1e3)
     base = statistics.median(times["plain PyTorch loop"])
     rows = [
-        {"name": name, "ms": statistics.median(t), "least": min(t), "most": max(t), "ratio": statistics.median(t) / base}
+        {
+            "name": name,
+            "ms": statistics.median(t),
+            "least": min(t),
+            "most": max(t),
+            "ratio": statistics.median(t) / base,
+        }
         for name, t in times.items()
     ]
-    print(f"{machine()['name']}, torch {torch.__version__}, LeNet, batch {BATCH}, {options.rounds} rounds of {options.steps} steps")
-    print(table(["", "ms/step", "least - most", "ratio"],
-                [[r["name"], f"{r['ms']:.2f}", f"{r['least']:.2f} - {r['most']:.2f}", f"{r['ratio']:.2f}"] for r in rows]))  # fmt: skip
+    where, what = machine(), f"LeNet, batch {BATCH}, {options.rounds} rounds of {options.steps} steps"
+    print(f"{where['name']}, torch {where['torch']}, {what}")
+    cells = [[r["name"], f"{r['ms']:.2f}", f"{r['least']:.2f} - {r['most']:.2f}", f"{r['ratio']:.2f}"] for r in rows]
+    print(table(["", "ms/step", "least - most", "ratio"], cells))
     keep("cost", rows, rounds=options.rounds, steps=options.steps, batch=BATCH)
 
 

@@ -18,7 +18,8 @@ def machine() -> dict[str, str]:
     if torch.cuda.is_available():
         name, short = torch.cuda.get_device_name(0), "gpu"
     else:
-        models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         name, short = f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.machine()}", "cpu"
     return {"name": name, "short": short, "torch": torch.__version__, "python": platform.python_version()}
 
@@ -27,7 +28,9 @@ def keep(name: str, rows: list[dict], **about: object) -> None:
     where = machine()
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}-{where['short']}.json"
-    path.write_text(json.dumps({"machine": where, "date": time.strftime("%Y-%m-%d"), **about, "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"machine": where, "date": time.strftime("%Y-%m-%d"), **about, "rows": rows}, indent=1) + "\n"
+    )
     print(f"kept in {path.name}")
 
 

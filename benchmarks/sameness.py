@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 
-import samestep as ss
 from machine import keep, machine, table
+
+import samestep as ss
 from samestep.models import torch as models
 
 
@@ -27,11 +28,13 @@ def main() -> None:
         seconds = statistics.median(row["seconds"] for row in run.history)
         accuracy = run.history[-1]["test_accuracy"]
         rows.append({"devices": count, "fingerprint": run.fingerprint, "seconds": seconds, "test_accuracy": accuracy})
-        print(f"{count} devices  {run.fingerprint[:16]}  {seconds:.2f} s/epoch  test accuracy {accuracy:.4f}", flush=True)
+        print(
+            f"{count} devices  {run.fingerprint[:16]}  {seconds:.2f} s/epoch  test accuracy {accuracy:.4f}", flush=True
+        )
     assert len({row["fingerprint"] for row in rows}) == 1, "the fingerprints differ"
     print(f"\n{machine()['name']}, {options.epochs} epochs")
-    print(table(["devices", "fingerprint", "s/epoch"],
-                [[str(r["devices"]), r["fingerprint"][:16], f"{r['seconds']:.2f}"] for r in rows]))  # fmt: skip
+    cells = [[str(r["devices"]), r["fingerprint"][:16], f"{r['seconds']:.2f}"] for r in rows]
+    print(table(["devices", "fingerprint", "s/epoch"], cells))
     keep("sameness", rows, epochs=options.epochs)
 
 

@@ -195,7 +195,7 @@ PAIR = "train[indices] must give a pair of arrays (x, y) for an array of indices
 @pytest.mark.parametrize(
     ("give", "error", "message"),
     [
-        (lambda i: None, WrongType, PAIR + "TypeError: cannot unpack non-iterable NoneType object"),
+        (lambda i: None, WrongType, PAIR + "TypeError: "),
         (lambda i: (X[i], Y[i], i), WrongType, PAIR + "ValueError: too many values to unpack (expected 2)"),
         (lambda i: X[i + 50], WrongType, PAIR + "IndexError: index "),
         (lambda i: int("x"), WrongType, PAIR + "ValueError: invalid literal for int() with base 10: 'x'"),
@@ -228,7 +228,7 @@ def test_source_that_is_short_says_by_how_much() -> None:
         lambda i: X[i],
         lambda i: 1.0,
         lambda i: {"image": X[i], "label": Y[i]},
-        lambda i: (X[i, : 4 + i % 2], Y[i]),
+        lambda i: (X[i, : 5 - i % 2], Y[i]),
     ],
     ids=["three", "x alone", "a number", "a dict", "of different shapes"],
 )

@@ -4,14 +4,15 @@ import json
 
 import numpy as np
 import pytest
-import samestep as ss
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+import samestep as ss
 from samestep import draws
 from samestep.errors import Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
 from samestep.models import torch as models
 from samestep.shards import cut
-from torch import nn
 
 ROUNDING = 1e-12  # relative, float64: the same sums in another order, over some tens of steps
 KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))]
@@ -342,7 +343,9 @@ def test_an_operation_without_a_deterministic_kernel_is_named(kind):
             pooled, index = F.max_pool1d(x[:, None], 2, return_indices=True)
             return self.dense(F.max_unpool1d(pooled, index, 2)[:, 0])
 
-    with pytest.raises(NotDeterministic, match=r"^max_unpooling2d_forward\w* has no deterministic kernel in torch .*") as caught:
+    with pytest.raises(
+        NotDeterministic, match=r"^max_unpooling2d_forward\w* has no deterministic kernel in torch .*"
+    ) as caught:
         trainer(devices=kind).fit(Unpools(), numbers())
     assert str(caught.value).endswith("use another operation, or Trainer(deterministic=False), which gives up sameness")
     run = trainer(devices=kind, deterministic=False).fit(Unpools(), numbers())
@@ -396,7 +399,9 @@ def test_losses_and_outputs_that_make_no_sense():
         trainer(loss=lambda output, y: 1.0).fit(net(), (x, y))
     with pytest.raises(Invalid, match=r"loss must return one value per example \(1\) or their mean, got shape \(5,\)"):
         trainer(loss=lambda output, y: torch.ones(5)).fit(net(), (x, y))
-    with pytest.raises(WrongType, match="needs a tensor of scores per class and whole-number labels, got a tensor of shape"):
+    with pytest.raises(
+        WrongType, match="needs a tensor of scores per class and whole-number labels, got a tensor of shape"
+    ):
         trainer().fit(net(), (x, y.astype(np.float32)))
 
 

@@ -22,16 +22,16 @@ _WHERE = {
 }
 _NAMES = {name: module for module, names in _WHERE.items() for name in names}
 
-__all__ = [  # noqa: F822 - loaded on first use
+__all__ = [
     "Data", "Device", "Run", "SamestepError", "Trainer", "allreduce", "cpu", "device_of", "fashion_mnist", "get", "gpu",
     "num_gpus", "put", "replicate", "sgd", "split_batch", "try_all_gpus", "try_gpu",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from samestep.exchange import allreduce, replicate, split_batch
     from samestep.data import Data
     from samestep.devices import Device, cpu, device_of, get, gpu, num_gpus, put, try_all_gpus, try_gpu
     from samestep.errors import SamestepError
+    from samestep.exchange import allreduce, replicate, split_batch
     from samestep.fashion import fashion_mnist
     from samestep.optimizers import sgd
     from samestep.run import Run

@@ -36,7 +36,9 @@ def main(version: Annotated[bool, typer.Option("--version", callback=_version, i
 @app.command(context_settings={"allow_extra_args": True})
 def train(
     context: typer.Context,
-    script: Annotated[Path | None, typer.Argument(help="Your own script, with a Trainer in it; its arguments follow --.")] = None,
+    script: Annotated[
+        Path | None, typer.Argument(help="Your own script, with a Trainer in it; its arguments follow --.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}  [lenet]")] = None,
     devices: Annotated[str | None, typer.Option(help="auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
     shards: Annotated[int | None, typer.Option(help="Pieces a batch is cut into  [8]")] = None,
@@ -46,10 +48,14 @@ def train(
     momentum: Annotated[float | None, typer.Option(help="Momentum of SGD  [0]")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient; 0: no limit  [0]")] = None,
     seed: Annotated[int | None, typer.Option(help="Decides weights, order and noise  [0]")] = None,
-    threads_per_shard: Annotated[int | None, typer.Option(help="Threads of arithmetic per shard on the CPU  [1]")] = None,
+    threads_per_shard: Annotated[
+        int | None, typer.Option(help="Threads of arithmetic per shard on the CPU  [1]")
+    ] = None,
     sampling: Annotated[str | None, typer.Option(help="without_replacement or with_replacement")] = None,
     deterministic: Annotated[bool | None, typer.Option(help="--no-deterministic gives up sameness")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(help="Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress")] = False,
 ) -> None:
     """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
@@ -123,7 +129,9 @@ def devices() -> None:
         out.print(f"{error}\n")
     table = Table("framework", "version", "backend", box=None, pad_edge=False)
     for name in backends.FRAMEWORKS:
-        table.add_row(name, backends.installed(name) or "not installed", "yes" if name in backends.available() else "not yet")
+        table.add_row(
+            name, backends.installed(name) or "not installed", "yes" if name in backends.available() else "not yet"
+        )
     out.print(table)
 
 

@@ -6,9 +6,11 @@ A device is named the same way in every framework: `cpu` (all cores of the machi
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import DevicesDiffer, Invalid, WrongType
@@ -71,6 +73,16 @@ def gpu(i: int = 0) -> Device:
     return Device("cuda", i)
 
 
+def host_memory() -> tuple[int, int]:
+    """Bytes in all and bytes in use on the host."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return sizes["MemTotal"], sizes["MemTotal"] - sizes["MemAvailable"]
+    except OSError:  # not Linux: what is in use is not told
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
+
+
 def _backend(backend: str | Backend | None) -> Backend:
     from samestep import backends
 
@@ -125,7 +137,9 @@ def same_device(**arrays: Any) -> Device:
     first = next(iter(places.values()))
     if any(place != first for place in places.values()):
         listed = ", ".join(f"{name} on {place}" for name, place in places.items())
-        raise DevicesDiffer(f"arrays are on different devices ({listed}): move them to one with samestep.put(x, device)")
+        raise DevicesDiffer(
+            f"arrays are on different devices ({listed}): move them to one with samestep.put(x, device)"
+        )
     return first
 
 

@@ -73,7 +73,9 @@ def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
     if len({backend.name for backend in owners}) > 1:
         raise WrongType(f"allreduce: arrays of several frameworks: {', '.join(b.name for b in owners)}")
     if not all(owner.owns(array) for owner, array in zip(owners, arrays, strict=True)):
-        raise WrongType(f"allreduce: expected arrays of {owners[0].name}, got {type(arrays[0]).__name__}: put(x, device) them")
+        raise WrongType(
+            f"allreduce: expected arrays of {owners[0].name}, got {type(arrays[0]).__name__}: put(x, device) them"
+        )
     types = {str(array.dtype) for array in arrays}
     if len(types) > 1:
         raise WrongType(f"allreduce: arrays must be of one type, got {' and '.join(sorted(types))}")

@@ -40,11 +40,8 @@ class SGD:
         if not self.momentum:
             return x - g * lr, state
         v = state["velocity"] * self.momentum + g
-        if self.nesterov:
-            g = g + v * self.momentum
-        else:
-            g = v
-        return x - g * lr, {"velocity": v}
+        direction = g + v * self.momentum if self.nesterov else v
+        return x - direction * lr, {"velocity": v}
 
 
 def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> SGD:

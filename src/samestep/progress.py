@@ -67,13 +67,19 @@ class Display:
         if self.bar:
             loss = sum(map(sum, event["loss"])) / count
             accuracy = None if event["hits"] is None else sum(map(sum, event["hits"])) / count
-            fields: dict[str, Any] = {"loss": f"{loss:.4f}", "accuracy": percent(accuracy), "lr": f"{event['lr'][-1]:.4g}"}
+            fields: dict[str, Any] = {
+                "loss": f"{loss:.4f}",
+                "accuracy": percent(accuracy),
+                "lr": f"{event['lr'][-1]:.4g}",
+            }
             fields |= {"epoch": event["epoch"], "speed": f"{count / (now - self._since):,.0f}"}
             self.bar.update(self.task, completed=event["first"] + len(event["lr"]), **fields)
         self._since = now
 
     def _epoch(self, event: Event) -> None:
-        test = "" if event["test_loss"] is None else f" test {event['test_loss']:.4f} {percent(event['test_accuracy'])} "
+        test = (
+            "" if event["test_loss"] is None else f" test {event['test_loss']:.4f} {percent(event['test_accuracy'])} "
+        )
         self.console.print(
             f"epoch {event['epoch']:>3}/{self.epochs}  train {event['train_loss']:.4f} {percent(event['train_accuracy'])} "
             f"{test} rate {event['lr']:.4g}  {event['seconds']:.2f} s"

@@ -1,8 +1,8 @@
 """What a fit leaves behind: its history, fingerprints and weights, in memory and in a run folder.
 
-    recipe.json          all that decides the result
-    events.jsonl         one JSON object a line: start, steps (loss of every shard, fingerprint after every step), epoch, end
-    weights.safetensors  the final weights, by name
+recipe.json          all that decides the result
+events.jsonl         one JSON object a line: start, steps (loss of every shard, fingerprint after every step), epoch, end
+weights.safetensors  the final weights, by name
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Run:
             events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
             tensors = load_file(folder / "weights.safetensors")
         except FileNotFoundError as error:
-            raise Invalid(f"{folder} is not the folder of a finished run: {Path(error.filename).name} is missing") from error
+            raise Invalid(
+                f"{folder} is not the folder of a finished run: {Path(error.filename).name} is missing"
+            ) from error
         run = Run(recipe, [], folder=folder, _tensors=tensors)
         for event in events:
             kind = event.pop("event")
@@ -110,7 +112,9 @@ class RunFolder:
         except OSError as error:
             self._remove()
             reason = error.strerror or str(error)
-            raise Invalid(f"run folder {self.path} cannot be written to: {reason}; pass another run_dir, or None") from error
+            raise Invalid(
+                f"run folder {self.path} cannot be written to: {reason}; pass another run_dir, or None"
+            ) from error
 
     def __call__(self, event: Event) -> None:
         self._events.write(json.dumps(event) + "\n")

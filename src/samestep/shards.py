@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from samestep.errors import Invalid
@@ -32,7 +33,7 @@ def cut(n: int, pieces: int) -> list[Span]:
         raise Invalid(f"cut: needs n of at least 0 and pieces of at least 1, got n={n}, pieces={pieces}")
     size, larger = divmod(n, pieces)
     edges = [i * size + min(i, larger) for i in range(pieces + 1)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def cut_pass(n: int, batch_size: int, shards: int) -> list[list[Span]]:

@@ -1,8 +1,8 @@
 """One step, and one evaluation, over the replicas of a group.
 
-    g_s   = gradient of shard s, on whichever device holds it
-    G     = tree(g_0, ..., g_{S-1})
-    x     = optimizer(x, G / B, lr)      the same on every replica
+g_s   = gradient of shard s, on whichever device holds it
+G     = tree(g_0, ..., g_{S-1})
+x     = optimizer(x, G / B, lr)      the same on every replica
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from samestep.shards import cut_pass, tree_sum
 from samestep.step import Group
 
 LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
-OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in the script's Trainer
+OVERRIDES = (
+    "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in the script's Trainer
+)
 
 
 @dataclass(kw_only=True)
@@ -148,12 +150,12 @@ class _Fit:
         self.group = trainer._group(backend, model, devices)
         self.batches = cut_pass(len(data.train), trainer.batch_size, trainer.shards)
         first = self.group.replicas[0]
-        self.result = Run(recipe(trainer, backend, model, data, self.shape, first.tensors(), devices[0].kind), list(map(str, devices)))
-        self.result._model = first.model
+        about = recipe(trainer, backend, model, data, self.shape, first.tensors(), devices[0].kind)
+        self.result = Run(about, list(map(str, devices)), _model=first.model)
         self.start: Event = {
             "event": "start", "time": time.time(), "devices": self.result.devices, "epochs": trainer.max_epochs,
             "steps_per_epoch": len(self.batches), "examples": len(data.train), "shards": trainer.shards,
-            "model": backend.describe(model), "parameters": sum(math.prod(s) for s in self.result.recipe["parameters"].values()),
+            "model": about["model"], "parameters": sum(math.prod(shape) for shape in about["parameters"].values()),
         }  # fmt: skip
 
     def run(self) -> Run:
@@ -258,7 +260,9 @@ def probe(backend: Backend, trainer: Trainer, model: Any, examples: Any) -> Shap
     x, y = examples.read(np.arange(1))
     shape = backend.probe(model, trainer.loss, x, y)
     if x.dtype.kind == "f" and str(x.dtype) != shape.dtype:
-        raise WrongType(f"x is {x.dtype} and the model {shape.dtype}: convert one, for example with x.astype('{shape.dtype}')")
+        raise WrongType(
+            f"x is {x.dtype} and the model {shape.dtype}: convert one, for example with x.astype('{shape.dtype}')"
+        )
     return shape
 
 
@@ -266,7 +270,9 @@ def _feed(backend: Backend, trainer: Trainer, examples: Any, devices: Sequence[A
     return Feed(backend, examples, devices, shape.classes if trainer.loss is None else None)
 
 
-def recipe(trainer: Trainer, backend: Backend, model: Any, data: Data, shape: Shape, tensors: Any, kind: str) -> dict[str, Any]:
+def recipe(
+    trainer: Trainer, backend: Backend, model: Any, data: Data, shape: Shape, tensors: Any, kind: str
+) -> dict[str, Any]:
     """All that decides the result of a fit. The devices are not in it: only their kind is."""
     from samestep import __version__
 

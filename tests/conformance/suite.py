@@ -10,6 +10,7 @@ import importlib
 import os
 
 import numpy as np
+
 import samestep as ss
 
 BACKEND = os.environ.get("SAMESTEP_TEST_BACKEND", "torch")
@@ -30,7 +31,11 @@ def data(model: str, n: int) -> ss.Data:
 
 
 def fit(model: str, devices, n: int = 346, batch_size: int = 250, **settings) -> ss.Run:
-    settings = {"optimizer": ss.sgd(momentum=0.9), "schedule": lambda t: 0.1 / (1 + t), "gradient_clip_val": 1.0} | settings
+    settings = {
+        "optimizer": ss.sgd(momentum=0.9),
+        "schedule": lambda t: 0.1 / (1 + t),
+        "gradient_clip_val": 1.0,
+    } | settings
     trainer = ss.Trainer(max_epochs=2, batch_size=batch_size, devices=devices, progress=False, **settings)
     return trainer.fit(getattr(zoo, model)(), data(model, n))
 

@@ -3,14 +3,14 @@
 import functools
 
 import pytest
+
 import samestep as ss
+from conformance import suite
 from samestep import exchange as exchanging
 from samestep import step as stepping
 from samestep import trainer as training
 from samestep.backends.torch_replica import TorchReplica
 from samestep.shards import cut_pass
-
-from conformance import suite
 
 
 def rejected(model, monkeypatch, breakage):

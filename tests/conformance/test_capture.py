@@ -1,8 +1,8 @@
 """Recording a shard's computation on a GPU changes how fast it is, and no bit."""
 
 import pytest
-import samestep as ss
 
+import samestep as ss
 from conformance import suite
 
 pytestmark = pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU")

@@ -1,8 +1,8 @@
 """The same weights, to the last bit, on any number of devices."""
 
 import pytest
-import samestep as ss
 
+import samestep as ss
 from conformance import suite
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
@@ -25,7 +25,13 @@ def test_same_bits_for_any_number_of_shards(shards):
 def test_shards_seed_and_batch_size_do_change_the_bits():
     """What is in the recipe may change the result; were it not so, the comparisons above would show nothing."""
     base = suite.fit("mlp_with_dropout", 1)
-    for change in ({"shards": 4}, {"seed": 1}, {"batch_size": 251}, {"schedule": 0.05}, {"sampling": "with_replacement"}):
+    for change in (
+        {"shards": 4},
+        {"seed": 1},
+        {"batch_size": 251},
+        {"schedule": 0.05},
+        {"sampling": "with_replacement"},
+    ):
         assert suite.fit("mlp_with_dropout", 1, **change).fingerprint != base.fingerprint, change
 
 

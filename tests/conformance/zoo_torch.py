@@ -1,8 +1,9 @@
 """The models of the conformance suite in PyTorch, small enough for many fits."""
 
 import torch
-from samestep.models import torch as models
 from torch import nn
+
+from samestep.models import torch as models
 
 
 def lenet():

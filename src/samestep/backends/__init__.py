@@ -179,4 +179,6 @@ def of_array(array: object) -> Backend:
         return load(root)
     if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float)):
         return default()
-    raise WrongType(f"expected an array of {', '.join(available())} or NumPy, got {type(array).__module__}.{type(array).__name__}")
+    raise WrongType(
+        f"expected an array of {', '.join(available())} or NumPy, got {type(array).__module__}.{type(array).__name__}"
+    )

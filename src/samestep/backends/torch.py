@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from samestep.backends import Shape
 from samestep.backends.torch_replica import TorchReplica, sum_of_losses
-from samestep.devices import Device, cpu, gpu
+from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotDeterministic, OutOfMemory, WrongType
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
@@ -40,8 +40,7 @@ class TorchBackend:
         if device.kind == "cuda":
             free, total = torch.cuda.mem_get_info(device.index)
             return total, total - free
-        pages = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in open("/proc/meminfo")}
-        return pages["MemTotal"], pages["MemTotal"] - pages["MemAvailable"]
+        return host_memory()
 
     # Arrays
 
@@ -49,7 +48,7 @@ class TorchBackend:
         return isinstance(thing, (torch.Tensor, torch.nn.Module))
 
     def device_of(self, array: Any) -> Device:
-        return Device.of(array.device) if isinstance(array, torch.Tensor) else cpu()
+        return Device.of(str(array.device)) if isinstance(array, torch.Tensor) else cpu()
 
     def put(self, array: Any, device: Device) -> Any:
         self._must_exist(device)
@@ -144,7 +143,7 @@ class TorchBackend:
         weights = [p for p in model.parameters() if p.requires_grad]
         if not weights:
             raise Invalid(f"the model {self.describe(model)} has no parameters to train")
-        device = Device.of(weights[0].device)
+        device = Device.of(str(weights[0].device))
         modes = [(module, module.training) for module in model.modules()]
         noise = torch.random.get_rng_state()
         model.eval()
@@ -179,7 +178,9 @@ class TorchBackend:
 
     def _must_exist(self, device: Device) -> None:
         if device.kind == "cuda" and device.index >= torch.cuda.device_count():
-            raise Invalid(f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine")
+            raise Invalid(
+                f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine"
+            )
 
 
 def shape_of(output: Any) -> str:
@@ -201,7 +202,10 @@ def explained() -> Iterator[None]:
                 f"{f'cuda:{device[1]}' if device else 'cpu'} ran out of memory when {asked} were asked for: "
                 "raise shards (smaller shards need less), or lower the batch size"
             ) from error
-        if "does not have a deterministic implementation" in text or "deterministic behavior was enabled" in text.lower():
+        if (
+            "does not have a deterministic implementation" in text
+            or "deterministic behavior was enabled" in text.lower()
+        ):
             operation = text.split(" does not have")[0].split()[-1]
             raise NotDeterministic(
                 f"{operation} has no deterministic kernel in torch {torch.__version__}: use another operation, "

@@ -61,10 +61,13 @@ class Recorder:
             self.wanted = False  # a number drawn on the host would be frozen
             return
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        spare = generator.clone_state()
         try:
             self._recorded[shape] = Recorded(compute, x, y, self._pool)
         except RuntimeError as error:  # PyTorch has no class of its own for this
             if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
                 raise
+            generator.graphsafe_set_state(spare)  # the old one still believes that it is being recorded
             self.wanted = False
             self._recorded.clear()

@@ -10,21 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samestep.backends.torch_graph import Recorder
+from samestep.backends.torch_noise import Noise
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 ALIGN = 64  # bytes; every tensor begins where the framework's own allocation would, so kernels see nothing unusual
 
@@ -48,7 +45,7 @@ class Piece:
         return dense.permute(self.order).reshape(-1)
 
 
-def pieces(tensors: list[torch.Tensor]) -> list[Piece]:
+def pieces(tensors: Sequence[torch.Tensor]) -> list[Piece]:
     found, start = [], 0
     for tensor in tensors:
         order = tuple(sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d)))
@@ -64,7 +61,7 @@ def pieces(tensors: list[torch.Tensor]) -> list[Piece]:
 class Flat:
     """Tensors of one type as views of one flat vector."""
 
-    def __init__(self, tensors: list[torch.Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self.pieces = pieces(tensors)
         end = self.pieces[-1]
         self.vector = torch.zeros(end.stop + end.pad, dtype=tensors[0].dtype, device=device)
@@ -263,7 +260,9 @@ def sum_of_losses(loss: Any, output: Any, y: torch.Tensor) -> torch.Tensor:
     if value.ndim == 0:
         return value if getattr(loss, "reduction", "mean") == "sum" else value * len(y)
     if len(value) != len(y):
-        raise Invalid(f"loss must return one value per example ({len(y)}) or their mean, got shape {tuple(value.shape)}")
+        raise Invalid(
+            f"loss must return one value per example ({len(y)}) or their mean, got shape {tuple(value.shape)}"
+        )
     return value.flatten(1).mean(1).sum() if value.ndim > 1 else value.sum()
 
 
@@ -303,68 +302,3 @@ def bits(vector: torch.Tensor) -> torch.Tensor:
         weights = odd[torch.arange(first, last, device=odd.device) % (WIDTH - 1)]
         total = total + ((rows * odd).sum(1) * weights).sum()
     return total
-
-
-class DrawnElsewhere(Exception):
-    """A random number was drawn where a generator cannot be handed in."""
-
-
-class OwnGenerator(TorchDispatchMode):
-    """While active in a thread, every random operation of that thread draws from a generator of its own."""
-
-    def __init__(self, key: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(key)
-        self.forward = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            if not any(argument.name == "generator" for argument in func._schema.arguments):
-                func = getattr(func.overloadpacket, "generator", None)
-            if func is None or not self.forward:
-                raise DrawnElsewhere
-            kwargs = {**kwargs, "generator": self.generator}
-        return func(*args, **kwargs)
-
-
-class Noise:
-    """Gives every shard random numbers of its own: key(seed, step, shard).
-
-    On a GPU one thread launches everything, so its generators are seeded before each shard. On the CPU several threads
-    share PyTorch's one generator, so there are three ways, each slower and more general than the one before, and all
-    giving the same numbers. A replica begins with the first and goes to the next when that turns out not to do:
-    nothing is drawn → each thread draws from its own generator → one shard at a time with the shared one
-    (torch.utils.checkpoint draws again in the backward pass, and operations such as attention take no generator).
-    """
-
-    _one_at_a_time = threading.Lock()
-
-    def __init__(self, place: torch.device) -> None:
-        self.place, self.way = place, 0
-
-    def seed(self, key: int) -> None:
-        """On a GPU: the numbers of the next shard are drawn from this key."""
-        torch.default_generator.manual_seed(key)
-        torch.cuda.default_generators[self.place.index or 0].manual_seed(key)
-
-    def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
-        """On the CPU: backward(forward()), with the numbers that both draw taken from this key."""
-        shared = torch.default_generator
-        if self.way == 0:
-            before = shared.get_state()
-            result = forward()
-            if torch.equal(before, shared.get_state()):
-                return backward(result)
-            self.way = max(self.way, 1)
-        if self.way == 1:
-            try:
-                with OwnGenerator(key) as mode:
-                    result = forward()
-                    mode.forward = False
-                    return backward(result)
-            except DrawnElsewhere:
-                self.way = 2
-        with Noise._one_at_a_time:
-            shared.manual_seed(key)
-            return backward(forward())

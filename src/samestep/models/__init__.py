@@ -7,6 +7,7 @@ are in one file per framework (`samestep.models.torch`).
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod, sqrt
 
 import numpy as np
@@ -69,7 +70,7 @@ def lenet_modern(seed: int = 0) -> Weights:
 def mlp(sizes: tuple[int, ...] = (784, 256, 10), seed: int = 0) -> Weights:
     """Dense layers of the given sizes."""
     draw = _Draw(seed)
-    for i, (inner, out) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+    for i, (inner, out) in enumerate(pairwise(sizes), 1):
         draw.layer(f"dense{i}", (out, inner), "glorot")
     return draw.weights
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,8 @@ from samestep.errors import Invalid
 
 def _start(model: nn.Module, weights: models.Weights) -> nn.Module:
     missing, unknown = model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
-    assert not unknown and all("running" in name or "tracked" in name for name in missing), (missing, unknown)
+    assert not unknown, unknown
+    assert all("running" in name or "tracked" in name for name in missing), missing
     return model
 
 
@@ -59,7 +62,7 @@ class MLP(nn.Module):
     def __init__(self, sizes: tuple[int, ...], dropout: float) -> None:
         super().__init__()
         self.depth, self.dropout = len(sizes) - 1, dropout
-        for i, (inner, out) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+        for i, (inner, out) in enumerate(pairwise(sizes), 1):
             setattr(self, f"dense{i}", _bare(nn.Linear, inner, out))
 
     def forward(self, x: Tensor) -> Tensor:

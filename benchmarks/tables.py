@@ -1,0 +1,83 @@
+"""Writes the measured tables into README.md and benchmarks/README.md, from benchmarks/results.
+
+    python benchmarks/tables.py [--check]
+
+Each table stands between <!-- name --> and <!-- end -->. With --check nothing is written; exit status 1 if a table is stale.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KINDS = ("cpu", "gpu")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def results(name: str) -> list[dict]:
+    paths = [HERE / "results" / f"{name}-{kind}.json" for kind in KINDS]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def about(result: dict) -> str:
+    machine = result["machine"]
+    return f"{machine['name']}, torch {machine['torch']}, Python {machine['python']}, {result['date']}"
+
+
+def sameness() -> str:
+    """Devices x fingerprint x seconds per epoch."""
+    rows = []
+    for result in results("sameness"):
+        machine = result["machine"]
+        cores = machine["name"].split(" of ")[0]
+        name = f"CPU, {cores}" if machine["short"] == "cpu" else machine["name"].removeprefix("NVIDIA ")
+        for row in result["rows"]:
+            devices = f"{row['devices']} device{'s' if row['devices'] > 1 else ''}"
+            rows.append([name, devices, f"`{row['fingerprint'][:16]}`", f"{row['seconds']:.2f}"])
+    return table(["machine", "devices", "fingerprint of the weights", "s/epoch"], rows)
+
+
+def cost() -> str:
+    """Time per step against a plain PyTorch loop."""
+    blocks = []
+    for result in results("cost"):
+        rows = [
+            [r["name"], f"{r['ms']:.2f}", f"{r['least']:.2f} - {r['most']:.2f}", f"{r['ratio']:.2f}"]
+            for r in result["rows"]
+        ]
+        title = f"{about(result)}; {result['rounds']} rounds of {result['steps']} steps"
+        blocks.append(f"{title}\n\n{table(['', 'ms/step', 'least - most', 'ratio'], rows)}")
+    return "\n\n".join(blocks)
+
+
+TABLES = {"sameness": sameness, "cost": cost}
+
+
+def main() -> int:
+    stale = 0
+    for path in (HERE.parent / "README.md", HERE / "README.md"):
+        old = path.read_text()
+        new = old
+        for name, make in TABLES.items():
+            new = re.sub(
+                rf"(<!-- {name} -->\n).*?(<!-- end -->)",
+                lambda m, make=make: f"{m[1]}{make()}\n{m[2]}",
+                new,
+                flags=re.S,
+            )
+        if new != old:
+            stale += 1
+            if "--check" not in sys.argv:
+                path.write_text(new)
+                print(f"wrote {path.name}")
+    return stale if "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from samestep import __version__
 from samestep.errors import Invalid, SamestepError
@@ -140,7 +140,7 @@ def data() -> None:
     """Where each file of Fashion-MNIST is, and whether its hash holds. Nothing is downloaded."""
     from samestep import fashion
 
-    table = Table("file", "state", "bytes", "path", box=None, pad_edge=False)
+    table = Table("file", "state", "bytes", Column("path", overflow="fold"), box=None, pad_edge=False)
     files = fashion.status()
     for file in files:
         table.add_row(file.name, file.state, f"{file.bytes:,}" if file.path else "-", str(file.path or "-"))

@@ -43,7 +43,7 @@ class Display:
         devices = event["devices"]
         names = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
         self.console.print(
-            f"{event['model']} ({event['parameters']:,} numbers) on {names}: {self.steps_per_epoch} steps an epoch over "
+            f"{event['model']} ({event['parameters']:,} weights) on {names}: {self.steps_per_epoch} steps an epoch over "
             f"{self.examples:,} examples, {event['shards']} shards a step"
         )
         if self.console.is_terminal:

@@ -1,13 +1,14 @@
 """A model and data of one's own, trained on one and on three devices: the same weights.
 
-    python examples/your_own_model.py
-    samestep train examples/your_own_model.py --epochs 2
+python examples/your_own_model.py
+samestep train examples/your_own_model.py --epochs 2
 """
 
 import numpy as np
-import samestep as ss
 import torch
 from torch import nn
+
+import samestep as ss
 
 random = np.random.default_rng(0)
 x = random.standard_normal((2000, 20)).astype(np.float32)
@@ -19,7 +20,9 @@ model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropo
 
 if __name__ == "__main__":
     for devices in (1, 3):
-        trainer = ss.Trainer(max_epochs=5, batch_size=100, devices=devices, schedule=0.1, optimizer=ss.sgd(momentum=0.9))
+        trainer = ss.Trainer(
+            max_epochs=5, batch_size=100, devices=devices, schedule=0.1, optimizer=ss.sgd(momentum=0.9)
+        )
         run = trainer.fit(model, data)
         accuracy = run.history[-1]["test_accuracy"]
         print(f"{len(run.devices)} devices: test accuracy {accuracy:.3f}, fingerprint {run.fingerprint[:16]}")

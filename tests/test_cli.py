@@ -364,7 +364,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
 
 
 def states(done: Done) -> dict[str, str]:
-    return {line.split()[0]: line.split()[1] for line in done.out.splitlines() if "ubyte" in line.split()[0]}
+    rows = [line.split() for line in done.out.splitlines()]
+    return {row[0]: row[1] for row in rows if row[0] in fashion.FILES}
 
 
 def test_data_that_is_missing(samestep: Samestep, tmp_path: Path) -> None:

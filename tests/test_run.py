@@ -167,6 +167,18 @@ def test_events_tell_the_whole_fit(folder: Path, live: float, monkeypatch: pytes
     assert told[-1]["fingerprint"] == run.fingerprint
 
 
+def test_events_can_be_read_while_the_fit_goes_on(folder: Path) -> None:
+    seen: list[str] = []
+
+    def schedule(t: int) -> float:
+        if t == STEPS:  # asked for when the second epoch begins
+            seen.extend(event["event"] for event in events(folder))
+        return 0.1
+
+    fit(run_dir=folder, schedule=schedule)
+    assert seen == ["start", "steps", "epoch"]
+
+
 def test_how_often_somebody_looks_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = fit()
     monkeypatch.setattr("samestep.trainer.LIVE", -1.0)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from samestep import __version__
 from samestep.errors import Invalid, SamestepError
@@ -81,6 +81,8 @@ def train(
 
 
 def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
+    from samestep.backends import load
+    from samestep.devices import resolve
     from samestep.fashion import fashion_mnist
     from samestep.trainer import Trainer, whole
 
@@ -91,6 +93,7 @@ def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
     )
     from samestep.models import torch as models
 
+    resolve(trainer.devices, trainer.shards, load("torch"))  # before the data is fetched
     run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
     last, seconds = run.history[-1], [row["seconds"] for row in run.history]
     out.print(
@@ -140,11 +143,10 @@ def data() -> None:
     """Where each file of Fashion-MNIST is, and whether its hash holds. Nothing is downloaded."""
     from samestep import fashion
 
-    table = Table("file", "state", "bytes", Column("path", overflow="fold"), box=None, pad_edge=False)
     files = fashion.status()
-    for file in files:
-        table.add_row(file.name, file.state, f"{file.bytes:,}" if file.path else "-", str(file.path or "-"))
-    out.print(table)
+    for file in files:  # not a table, which would cut or fold the paths
+        size = f"{file.bytes:,} bytes" if file.path else "-"
+        out.print(f"{file.name:<26}  {file.state:<7}  {size:>16}  {file.path or '-'}", markup=False)
     if any(file.state == "damaged" for file in files):
         raise Invalid("a file is damaged: delete it, and the next run fetches it again")
 
@@ -152,7 +154,7 @@ def data() -> None:
 def run() -> None:
     """The entry point: turns errors that samestep raises on purpose into one line."""
     try:
-        app()
+        app(prog_name="samestep")
     except SamestepError as error:
         print(f"samestep: {error}", file=sys.stderr)
         sys.exit(2)

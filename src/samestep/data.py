@@ -74,6 +74,7 @@ class Arrays:
     def identity(self) -> dict[str, object]:
         """What tells this data from other data: sizes and, for arrays in memory, a hash of every byte."""
         about: dict[str, object] = {"examples": len(self), "x": list(self.x.shape), "y": list(self.y.shape)}
+        about["type"] = str(self.x.dtype).removeprefix("torch.")
         if self.in_memory:
             digest = hashlib.sha256()
             for array in (self.x, self.y):
@@ -102,26 +103,28 @@ class Source:
         return len(self.source)
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Numbers, Numbers]:
-        if self.by_item:
-            if hasattr(self.source, "__getitems__"):
-                items = self.source.__getitems__(indices.tolist())
-            else:
-                items = [self.source[i] for i in indices.tolist()]
-            x, y = (np.stack([_numbers(part) for part in column]) for column in zip(*items, strict=True))
-        else:
-            try:
-                x, y = self.source[indices]
-            except (TypeError, ValueError, IndexError) as error:
-                raise WrongType(
-                    f"{self.name}[indices] must give a pair of arrays (x, y) for an array of indices, "
-                    f"but {type(self.source).__name__} raised {type(error).__name__}: {error}"
-                ) from error
-            x, y = _numbers(x), _numbers(y)
-        if len(x) != len(indices) or len(y) != len(indices):
+        try:
+            x, y = self._items(indices.tolist()) if self.by_item else map(_numbers, self.source[indices])
+            sizes = len(x), len(y)
+        except (TypeError, ValueError, IndexError) as error:
+            what = (
+                f"{self.name}[i] must give a pair (x, y), of one shape for all i,"
+                if self.by_item
+                else (f"{self.name}[indices] must give a pair of arrays (x, y) for an array of indices,")
+            )
+            raise WrongType(
+                f"{what} but {type(self.source).__name__} raised {type(error).__name__}: {error}"
+            ) from error
+        if sizes != (len(indices), len(indices)):
             raise Invalid(
-                f"{self.name}[indices] was asked for {len(indices)} examples and gave {len(x)} in x and {len(y)} in y"
+                f"{self.name}[indices] was asked for {len(indices)} examples and gave {sizes[0]} in x and {sizes[1]} in y"
             )
         return x, _labels(y)
+
+    def _items(self, indices: list[int]) -> tuple[Numbers, Numbers]:
+        many = getattr(self.source, "__getitems__", None)
+        pairs = [(x, y) for x, y in (many(indices) if many else map(self.source.__getitem__, indices))]
+        return np.stack([_numbers(x) for x, _ in pairs]), np.stack([_numbers(y) for _, y in pairs])
 
     def identity(self) -> dict[str, object]:
         return {"examples": len(self), "source": type(self.source).__name__}
@@ -133,6 +136,8 @@ def examples(name: str, given: Any) -> Arrays | Source:
     if isinstance(given, (tuple, list)):
         if len(given) != 2:
             raise WrongType(f"{name} must be a pair (x, y), got {len(given)} things")
+        if all(isinstance(part, tuple) for part in given):
+            raise WrongType(f"{name} must be a pair (x, y), got two pairs: write Data(train=(x, y), test=(x, y))")
         return Arrays(name, *given)
     return Source(name, given)
 

@@ -27,7 +27,7 @@ def order(seed: int, epoch: int, n: int, sampling: str = "without_replacement") 
     Without replacement: the order that sorts n draws of 64 bits. With replacement: n draws, modulo n.
 
     >>> order(0, 0, 5), order(0, 1, 5)
-    (array([2, 3, 1, 4, 0]), array([3, 1, 0, 2, 4]))
+    (array([3, 2, 4, 1, 0]), array([4, 3, 0, 1, 2]))
     """
     draws = _draws(seed, _ORDER, epoch, n)
     if sampling == "without_replacement":

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from samestep.errors import Invalid
 
 Tensors = dict[str, NDArray[Any]]
 Event = dict[str, Any]
+FILES = ("recipe.json", "events.jsonl", "weights.safetensors")
 
 
 def fingerprint(tensors: Tensors) -> str:
     """SHA-256 of weights: of every name, type, shape and byte, in the order of the names.
 
     >>> fingerprint({"w": np.zeros(2, "float32")})[:16]
-    '28d1a4f24ad84d16'
+    '7c5c9b93c3c05a6f'
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -65,17 +67,22 @@ class Run:
     @staticmethod
     def load(folder: str | Path) -> Run:
         """Read a finished run back from its folder."""
+        from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
         folder = Path(folder)
+        for name in FILES:
+            if not os.path.isfile(folder / name):
+                raise Invalid(f"{folder} is not the folder of a finished run: {name} is missing")
         try:
-            recipe = json.loads((folder / "recipe.json").read_text())
-            events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-            tensors = load_file(folder / "weights.safetensors")
-        except FileNotFoundError as error:
-            raise Invalid(
-                f"{folder} is not the folder of a finished run: {Path(error.filename).name} is missing"
-            ) from error
+            name = "recipe.json"
+            recipe = json.loads((folder / name).read_text())
+            name = "events.jsonl"
+            events = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+            name = "weights.safetensors"
+            tensors = load_file(folder / name)
+        except (ValueError, SafetensorError) as error:
+            raise Invalid(f"{folder / name} is damaged: {error}") from error
         run = Run(recipe, [], folder=folder, _tensors=tensors)
         for event in events:
             kind = event.pop("event")
@@ -97,19 +104,22 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str], recipe: dict[str, Any]) -> None:
         self.path = Path(path)
-        if (self.path / "recipe.json").exists():
+        if os.path.exists(self.path / "recipe.json"):
             raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
         self._made: list[Path] = []
         self._begun = False
         try:
             for folder in [self.path, *self.path.parents]:
-                if folder.exists():
+                if os.path.exists(folder):
                     break
                 self._made.append(folder)
             self.path.mkdir(parents=True, exist_ok=True)
             _write(self.path / "recipe.json", json.dumps(recipe, indent=2).encode() + b"\n")
             self._events = open(self.path / "events.jsonl", "w")  # noqa: SIM115 - open for as long as the fit lasts
         except OSError as error:
+            for name in ("recipe.json", "recipe.json.tmp"):  # no run was there before: these are ours
+                with suppress(OSError):
+                    (self.path / name).unlink()
             self._remove()
             reason = error.strerror or str(error)
             raise Invalid(
@@ -137,7 +147,7 @@ class RunFolder:
 
     def _remove(self) -> None:
         for folder in self._made:
-            if folder.exists() and not any(folder.iterdir()):
+            with suppress(OSError):  # not made, or not empty
                 folder.rmdir()
 
 

@@ -70,23 +70,28 @@ class Trainer:
 
     def __post_init__(self) -> None:
         names = {f.name for f in fields(self)}
-        for name, value in json.loads(os.environ.get(OVERRIDES, "{}")).items():
+        overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
+        for name, value in overrides.items():
             if name not in names:
                 raise Invalid(f"{OVERRIDES}: Trainer has no {name!r}")
             setattr(self, name, value)
+        if "devices" in overrides:
+            self.num_gpus = None  # the script's other word for it
         if self.num_gpus is not None:
-            whole("num_gpus", self.num_gpus, 0)
+            self.num_gpus = whole("num_gpus", self.num_gpus, 0)
             self.devices = self.num_gpus or "cpu"
         for name in ("max_epochs", "batch_size", "shards", "threads_per_shard"):
-            whole(name, getattr(self, name), 1)
-        whole("seed", self.seed, 0)
+            setattr(self, name, whole(name, getattr(self, name), 1))
+        self.seed = whole("seed", self.seed, 0)
         if self.seed >= 1 << 64:
             raise Invalid(f"seed must be below 2**64, got seed={self.seed}")
         if not hasattr(self.optimizer, "update"):
             raise WrongType(f"optimizer must be an optimizer such as samestep.sgd(), got {self.optimizer!r}")
         if not callable(self.schedule):
-            rate("schedule", self.schedule)
-        rate("gradient_clip_val", self.gradient_clip_val)
+            self.schedule = rate("schedule", self.schedule)
+        self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
+        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
+            raise WrongType(f"run_dir must be a path or None, got run_dir={self.run_dir!r}")
         if self.loss is not None and not callable(self.loss):
             raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
         if self.sampling not in draws.SAMPLINGS:
@@ -111,7 +116,11 @@ class Trainer:
             examples = data.test or data.train
             shape = probe(backend, self, model, examples)
             group = self._group(backend, model, devices)
-            loss, accuracy = self._evaluate(group, _feed(backend, self, examples, devices, shape), shape)
+            feed = _feed(backend, self, examples, devices, shape)
+            try:
+                loss, accuracy = self._evaluate(group, feed, shape)
+            finally:
+                feed.close()
         return {"loss": loss, "accuracy": accuracy, "examples": len(examples)}
 
     def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:
@@ -145,6 +154,8 @@ class _Fit:
     def __init__(self, trainer: Trainer, backend: Backend, model: Any, data: Data, devices: list[Any]) -> None:
         self.trainer, self.backend, self.data, self.devices = trainer, backend, data, devices
         self.shape = probe(backend, trainer, model, data.train)
+        if data.test:
+            probe(backend, trainer, model, data.test)  # what cannot be evaluated is found before an epoch is spent
         self.feed = _feed(backend, trainer, data.train, devices, self.shape)
         self.test = _feed(backend, trainer, data.test, devices, self.shape) if data.test else None
         self.group = trainer._group(backend, model, devices)
@@ -168,6 +179,8 @@ class _Fit:
             for epoch in range(self.trainer.max_epochs):
                 self.epoch(epoch)
             tensors = self.result._tensors = self.group.replicas[0].tensors()
+            if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
+                raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
             self.result.fingerprint = fingerprint(tensors)
             if folder:
                 folder.weights(tensors)
@@ -214,6 +227,11 @@ class _Fit:
         }  # fmt: skip
         if self.test:
             row["test_loss"], row["test_accuracy"] = trainer._evaluate(self.group, self.test, self.shape)
+            if not math.isfinite(row["test_loss"]):
+                raise NotFinite(
+                    f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
+                    "or look at the test examples"
+                )
         self.result.history.append(row)
         self.emit({"event": "epoch", **row})
 
@@ -241,7 +259,12 @@ class _Fit:
         return table
 
     def rounded(self, lr: float) -> float:
-        return float(np.dtype(self.shape.dtype).type(lr))  # once, to the type of the weights
+        """The rate as the weights' type has it: rounded once."""
+        with np.errstate(over="ignore"):
+            rounded = float(np.dtype(self.shape.dtype).type(lr))
+        if not math.isfinite(rounded):
+            raise Invalid(f"a learning rate of {lr:g} is too large for {self.shape.dtype}")
+        return rounded
 
     def compare_replicas(self, step: int) -> None:
         prints = [int(self.backend.get(value)[0]) for value in self.group.fingerprints()]
@@ -258,12 +281,7 @@ def as_data(data: Any) -> Data:
 
 def probe(backend: Backend, trainer: Trainer, model: Any, examples: Any) -> Shape:
     x, y = examples.read(np.arange(1))
-    shape = backend.probe(model, trainer.loss, x, y)
-    if x.dtype.kind == "f" and str(x.dtype) != shape.dtype:
-        raise WrongType(
-            f"x is {x.dtype} and the model {shape.dtype}: convert one, for example with x.astype('{shape.dtype}')"
-        )
-    return shape
+    return backend.probe(model, trainer.loss, x, y, f"{examples.name} x")
 
 
 def _feed(backend: Backend, trainer: Trainer, examples: Any, devices: Sequence[Any], shape: Shape) -> Feed:
@@ -292,11 +310,12 @@ def named(thing: Any) -> str:
     return getattr(thing, "__qualname__", None) or repr(thing)
 
 
-def whole(name: str, value: Any, least: int) -> None:
+def whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise WrongType(f"{name} must be a whole number, got {name}={value!r}")
     if value < least:
         raise Invalid(f"{name} must be at least {least}, got {name}={value}")
+    return int(value)
 
 
 def rate(name: str, value: Any) -> float:

@@ -37,3 +37,10 @@ def test_shards_seed_and_batch_size_do_change_the_bits():
 
 def test_two_threads_per_shard_are_the_same_on_any_number_of_devices():
     suite.check(lambda k: suite.fit("lenet", k, threads_per_shard=2), (3,))
+
+
+@pytest.mark.parametrize("cores", [1, 5])
+def test_the_number_of_cores_has_no_way_in(cores, monkeypatch):
+    here = suite.fit("resnet_with_batch_norm", 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    suite.same(here, suite.fit("resnet_with_batch_norm", 2))

@@ -111,7 +111,7 @@ class Backend(Protocol):
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run tasks that do not depend on each other, side by side where the device needs threads for that."""
 
-    def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Shape:
+    def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str) -> Shape:
         """Pass one example through the model (creating lazy weights) and say what came out."""
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> Replica:

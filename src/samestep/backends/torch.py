@@ -138,11 +138,22 @@ class TorchBackend:
     def describe(self, model: torch.nn.Module) -> str:
         return type(model).__name__
 
-    def probe(self, model: torch.nn.Module, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Shape:
+    def probe(
+        self, model: torch.nn.Module, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x"
+    ) -> Shape:
         lazy = any(isinstance(p, UninitializedParameter) for p in model.parameters())
         weights = [p for p in model.parameters() if p.requires_grad]
         if not weights:
             raise Invalid(f"the model {self.describe(model)} has no parameters to train")
+        dtypes = {p.dtype for p in weights}
+        if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
+            raise WrongType(
+                f"the trained parameters must all be float32 or all float64, got {', '.join(sorted(map(str, dtypes)))}"
+            )
+        dtype = str(weights[0].dtype).removeprefix("torch.")
+        convert = f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')"
+        if x.dtype.kind == "f" and str(x.dtype) != dtype:
+            raise WrongType(convert)
         device = Device.of(str(weights[0].device))
         modes = [(module, module.training) for module in model.modules()]
         noise = torch.random.get_rng_state()
@@ -152,6 +163,10 @@ class TorchBackend:
                 output = model(self.put(x, device))
                 if loss is not None:
                     sum_of_losses(loss, output, self.put(y, device))
+        except RuntimeError as error:
+            if x.dtype.kind != "f" and re.search("dtype|scalar type|Input type", str(error)):
+                raise WrongType(convert) from error
+            raise
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -162,13 +177,12 @@ class TorchBackend:
                 "the default loss, softmax cross-entropy, needs a tensor of scores per class and whole-number labels, got "
                 f"{shape_of(output)} and labels of {y.dtype}: pass loss=f(output, y)"
             )
-        dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-        if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
-            raise WrongType(
-                f"the trained parameters must all be float32 or all float64, got {', '.join(sorted(map(str, dtypes)))}"
+        if loss is None and output.ndim == 2 and y.ndim != 1:
+            raise Invalid(
+                f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)"
             )
         scores = isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and y.dtype.kind in "iu"
-        return Shape(output.shape[1] if scores else None, str(dtypes.pop()).removeprefix("torch."))
+        return Shape(output.shape[1] if scores else None, dtype)
 
     def replica(
         self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True

@@ -138,7 +138,7 @@ def test_train_takes_every_setting(samestep: Samestep) -> None:
     assert {name: recipe[name] for name in ("shards", "seed", "threads_per_shard", "sampling", "deterministic")} == {
         "shards": 3, "seed": 7, "threads_per_shard": 2, "sampling": "with_replacement", "deterministic": False
     }  # fmt: skip
-    assert (recipe["gradient_clip_val"], recipe["schedule"]) == (0.5, "0.05")
+    assert (recipe["gradient_clip_val"], recipe["schedule"]) == (0.5, "constant(0.05)")
     assert recipe["optimizer"] == "SGD(momentum=0.9, nesterov=False, weight_decay=0.0)"
     assert done.status == 0
 
@@ -209,7 +209,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(samestep: Samestep) -> None:
 def test_a_rate_that_is_too_high_is_one_line_and_leaves_nothing(
     samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("samestep.trainer.LIVE", 1e9)  # no look at the numbers before the end of the epoch
+    monkeypatch.setattr("samestep.fit.LIVE", 1e9)  # no look at the numbers before the end of the epoch
     done = samestep("train", *QUICK, "--lr", "1e30", "--run-dir", "run", "-q")
     assert done.status == 2
     assert re.fullmatch(r"samestep: the loss is nan at step 1, shard 0, with learning rate 1e\+30: .*\n", done.err)
@@ -283,7 +283,7 @@ def test_options_go_before_the_settings_of_a_script(samestep: Samestep, script: 
     assert told["devices"] == ["cpu"] * 3
     assert told["folder"] == "run"
     recipe = told["recipe"]
-    assert [recipe[name] for name in ("max_epochs", "seed", "shards", "batch_size", "schedule")] == [2, 6, 5, 8, "0.5"]
+    assert [recipe[name] for name in ("max_epochs", "seed", "shards", "batch_size", "schedule")] == [2, 6, 5, 8, "constant(0.5)"]
     assert ss.Run.load("run").fingerprint == told["fingerprint"]
 
 

@@ -427,7 +427,7 @@ def test_no_threads_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*given)
             kept.append(self)
 
-    monkeypatch.setattr("samestep.trainer.Feed", Kept)
+    monkeypatch.setattr("samestep.fit.Feed", Kept)
     fit(Data(Store(), Store(TX, TY)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("samestep")]
     ss.Trainer(devices=1, progress=False).evaluate(mlp((5, 4, 3)), Store())

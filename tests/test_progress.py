@@ -189,7 +189,7 @@ def test_progress_of_a_fit_is_one_line_per_epoch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # lines are not broken where somebody searches for them
-    monkeypatch.setattr("samestep.trainer.LIVE", -1.0)
+    monkeypatch.setattr("samestep.fit.LIVE", -1.0)
     run = fit(progress=True)
     out, err = capsys.readouterr()
     assert out == ""
@@ -230,7 +230,7 @@ def test_show_by_default_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_fit_in_a_terminal_leaves_it_as_it_was(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, screen = display(terminal=True)
-    monkeypatch.setattr("samestep.trainer.show", lambda wanted: shown)
+    monkeypatch.setattr("samestep.fit.show", lambda wanted: shown)
     if broken:
         with pytest.raises(NotFinite):
             fit((np.full_like(X, np.nan), Y))

@@ -38,7 +38,7 @@ def fit(data: Any = DATA, **settings: Any) -> ss.Run:
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """One look at the device per epoch, also on a machine that is slow today."""
-    monkeypatch.setattr("samestep.trainer.LIVE", 1e9)
+    monkeypatch.setattr("samestep.fit.LIVE", 1e9)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def test_files_of_a_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("live", [1e9, -1.0], ids=["a look at every epoch", "a look at every step"])
 def test_events_tell_the_whole_fit(folder: Path, live: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("samestep.trainer.LIVE", live)
+    monkeypatch.setattr("samestep.fit.LIVE", live)
     run = fit(run_dir=str(folder), devices=2, schedule=lambda t: 0.1 * (t + 1))
     told = events(folder)
     assert {event["event"] for event in told} == {"start", "steps", "epoch", "end"}
@@ -181,7 +181,7 @@ def test_events_can_be_read_while_the_fit_goes_on(folder: Path) -> None:
 
 def test_how_often_somebody_looks_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = fit()
-    monkeypatch.setattr("samestep.trainer.LIVE", -1.0)
+    monkeypatch.setattr("samestep.fit.LIVE", -1.0)
     assert fit(run_dir=folder).fingerprints == usual.fingerprints
 
 

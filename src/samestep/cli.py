@@ -1,7 +1,8 @@
-"""The command `samestep`: train, devices, data. Bad input is one line on standard error and exit status 2."""
+"""The command `samestep`: train, schedule, devices, data. Bad input is one line on standard error and exit status 2."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import runpy
@@ -45,6 +46,7 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Examples per update  [256]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data  [10]")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate  [0.2]")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Instead of --lr: such as 'cosine(0.3, 10).in_epochs()'")] = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of SGD  [0]")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient; 0: no limit  [0]")] = None,
     seed: Annotated[int | None, typer.Option(help="Decides weights, order and noise  [0]")] = None,
@@ -61,8 +63,10 @@ def train(
     """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
     from samestep.optimizers import sgd
 
+    if lr is not None and schedule is not None:
+        raise Invalid("choose one of --lr and --schedule")
     settings: dict[str, Any] = {
-        "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs, "schedule": lr,
+        "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs, "schedule": schedule if lr is None else lr,
         "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
         "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
     }  # fmt: skip
@@ -149,6 +153,55 @@ def data() -> None:
         out.print(f"{file.name:<26}  {file.state:<7}  {size:>16}  {file.path or '-'}", markup=False)
     if any(file.state == "damaged" for file in files):
         raise Invalid("a file is damaged: delete it, and the next run fetches it again")
+
+
+@app.command()
+def schedule(
+    expressions: Annotated[list[str], typer.Argument(help="Such as 'cosine(0.3, 20, end=0.01).warmup(5)'")],
+    steps: Annotated[int | None, typer.Option(help="How many updates to show  [100]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="How many epochs to show")] = None,
+    steps_per_epoch: Annotated[int | None, typer.Option(help="Updates in an epoch")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a figure to this file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a figure to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rates as JSON")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the rates as CSV")] = False,
+) -> None:
+    """Plot learning-rate schedules, in the terminal or to a file."""
+    from samestep import plot
+    from samestep.checks import whole
+    from samestep.expressions import parse
+
+    if as_json and as_csv:
+        raise Invalid("choose one of --json and --csv")
+    if steps is not None and epochs is not None:
+        raise Invalid("choose one of --steps and --epochs")
+    for path, kind in ((png, "png"), (svg, "svg")):
+        if path is not None and path.suffix.lower() != f".{kind}":
+            raise Invalid(f"--{kind} needs a file that ends in .{kind}, got {path}")
+    parsed = [parse(text) for text in expressions]
+    units = {one.unit for one in parsed}
+    per_epoch = None if steps_per_epoch is None else whole("", "--steps-per-epoch", steps_per_epoch, 1)
+    if per_epoch is None and (len(units) > 1 or (epochs is not None and units == {"steps"})):
+        raise Invalid("schedules in steps and an axis in epochs need --steps-per-epoch")
+    unit = "epochs" if per_epoch is None and units == {"epochs"} else "steps"
+    if epochs is not None:
+        count = whole("", "--epochs", epochs, 1) * (per_epoch or 1)
+    else:
+        count = 100 if steps is None else whole("", "--steps", steps, 1)
+    curves = {repr(one): one.bind(per_epoch or 1).values(count + 1) for one in parsed}
+    for path in (png, svg):
+        if path is not None:
+            plot.figure(curves, unit, path)
+    if as_json:
+        rows = [{"schedule": one.to_json(), "text": text, "values": curves[text].tolist()}
+                for one in parsed for text in [repr(one)]]  # fmt: skip
+        print(json.dumps({"unit": unit, "schedules": rows}))
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(["t", *curves])
+        writer.writerows([t, *map(float, row)] for t, row in enumerate(zip(*curves.values(), strict=True)))
+    elif png is None and svg is None:
+        out.print(plot.terminal(curves, unit, width=min(out.width, 110)), end="")
 
 
 def run() -> None:

@@ -6,19 +6,25 @@ change. The numbers are raw draws of Philox, a counter-based generator whose out
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Invalid
 
 SAMPLINGS = ("without_replacement", "with_replacement")
-_ORDER, _NOISE, _EVALUATION = 1, 2, 3
+_ORDER, _NOISE, _EVALUATION, _LANGEVIN = 1, 2, 3, 4
 
 
 def _draws(seed: int, purpose: int, index: int, count: int) -> NDArray[np.uint64]:
     # The key says which stream, the upper half of the counter where in it: no two (purpose, index) overlap.
+    return np.asarray(_philox(seed, purpose, index).random_raw(count), dtype=np.uint64)
+
+
+def _philox(seed: int, purpose: int, index: int) -> np.random.Philox:
     key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, index, 0], np.uint64)
-    return np.asarray(np.random.Philox(key=key, counter=counter).random_raw(count), dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter)
 
 
 def order(seed: int, epoch: int, n: int, sampling: str = "without_replacement") -> NDArray[np.int64]:
@@ -49,3 +55,9 @@ def keys(seed: int, step: int, shards: int) -> list[int]:
 def evaluation_keys(seed: int, shards: int) -> list[int]:
     """The keys of an evaluation, for models that draw random numbers there too: the same in every evaluation."""
     return [int(key) >> 1 for key in _draws(seed, _EVALUATION, 0, shards)]
+
+
+def normal(seed: int, step: int, n: int, dtype: str) -> NDArray[Any]:
+    """n draws of N(0, 1) for one step, on the host, so that every replica and every framework gets the same."""
+    draws = np.random.Generator(_philox(seed, _LANGEVIN, step)).standard_normal(n)
+    return draws.astype(dtype)

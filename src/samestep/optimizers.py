@@ -1,29 +1,45 @@
 """How weights follow from gradient and rate, written once on flat vectors for every framework.
 
-An optimizer is a frozen value. `slots` names the flat vectors it keeps beside the weights (all start at zero);
-`update` returns new weights and new slots. Only +, - and * of whole vectors: each is rounded once, alike on every
-thread and vector unit, so neither threads nor slices can change a bit.
+An optimizer is a frozen value. `slots` names the flat vectors it keeps beside the weights (all start at zero); `update`
+returns new weights and new slots from the weights x, the gradient g, the slots, the rate and t, the number of updates already
+made. Only +, -, *, / and square roots of whole vectors: each is rounded once, alike on every thread and vector unit, so
+neither threads nor slices can change a bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Any, Protocol
 
 from samestep.errors import Invalid, WrongType
 
 Vector = Any  # a flat vector of any framework
+State = dict[str, Vector]
 
 
 class Optimizer(Protocol):
+    """What the Trainer asks of an optimizer."""
+
     @property
     def slots(self) -> tuple[str, ...]: ...
 
-    def update(self, x: Vector, g: Vector, state: dict[str, Vector], lr: float) -> tuple[Vector, dict[str, Vector]]: ...
+    @property
+    def noisy(self) -> bool:
+        """Whether `update` wants z, a vector of N(0, 1) that is the same on every replica."""
+
+    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int, z: Vector) -> tuple[Vector, State]: ...
 
 
 @dataclass(frozen=True)
-class SGD:
+class _Quiet:
+    @property
+    def noisy(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class SGD(_Quiet):
     """Stochastic gradient descent; see `sgd`."""
 
     momentum: float = 0.0
@@ -34,7 +50,9 @@ class SGD:
     def slots(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
-    def update(self, x: Vector, g: Vector, state: dict[str, Vector], lr: float) -> tuple[Vector, dict[str, Vector]]:
+    def update(
+        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
+    ) -> tuple[Vector, State]:
         if self.weight_decay:
             g = g + x * self.weight_decay
         if not self.momentum:
@@ -42,6 +60,69 @@ class SGD:
         v = state["velocity"] * self.momentum + g
         direction = g + v * self.momentum if self.nesterov else v
         return x - direction * lr, {"velocity": v}
+
+
+@dataclass(frozen=True)
+class AdaGrad(_Quiet):
+    """AdaGrad; see `adagrad`."""
+
+    eps: float = 1e-10
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("squares",)
+
+    def update(
+        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
+    ) -> tuple[Vector, State]:
+        s = state["squares"] + g * g
+        return x - g / (s**0.5 + self.eps) * lr, {"squares": s}
+
+
+@dataclass(frozen=True)
+class Adam(_Quiet):
+    """Adam and AdamW; see `adam` and `adamw`."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def update(
+        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
+    ) -> tuple[Vector, State]:
+        if self.weight_decay and not self.decoupled:
+            g = g + x * self.weight_decay
+        m = state["mean"] * self.beta1 + g * (1 - self.beta1)
+        v = state["square"] * self.beta2 + g * g * (1 - self.beta2)
+        # the zeros that m and v start from are taken out of them again
+        direction = (m / (1 - self.beta1 ** (t + 1))) / ((v / (1 - self.beta2 ** (t + 1))) ** 0.5 + self.eps)
+        if self.weight_decay and self.decoupled:
+            direction = direction + x * self.weight_decay
+        return x - direction * lr, {"mean": m, "square": v}
+
+
+@dataclass(frozen=True)
+class SGLD:
+    """Stochastic gradient Langevin dynamics; see `sgld`."""
+
+    temperature: float = 1.0
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def noisy(self) -> bool:
+        return True
+
+    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int, z: Vector) -> tuple[Vector, State]:
+        return x - g * lr + z * sqrt(2 * lr * self.temperature), state
 
 
 def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> SGD:
@@ -52,12 +133,8 @@ def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
     >>> sgd(momentum=0.9)
     SGD(momentum=0.9, nesterov=False, weight_decay=0.0)
     """
-    momentum = _number("momentum", momentum)
-    weight_decay = _number("weight_decay", weight_decay)
-    if not 0 <= momentum < 1:
-        raise Invalid(f"sgd: momentum must be at least 0 and below 1, got momentum={momentum}")
-    if not 0 <= weight_decay < float("inf"):
-        raise Invalid(f"sgd: weight_decay must be finite and at least 0, got weight_decay={weight_decay}")
+    momentum = number("sgd", "momentum", momentum, below=1)
+    weight_decay = number("sgd", "weight_decay", weight_decay)
     if not isinstance(nesterov, bool):
         raise WrongType(f"sgd: nesterov must be True or False, got nesterov={nesterov!r}")
     if nesterov and not momentum:
@@ -65,7 +142,64 @@ def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
     return SGD(momentum, nesterov, weight_decay)
 
 
-def _number(name: str, value: object) -> float:
+def adagrad(eps: float = 1e-10) -> AdaGrad:
+    """AdaGrad: coordinates with larger gradients get smaller rates (Duchi, Hazan and Singer 2011).
+
+    s ← s + g²,   x ← x − η g / (√s + ε)
+
+    >>> adagrad()
+    AdaGrad(eps=1e-10)
+    """
+    return AdaGrad(number("adagrad", "eps", eps))
+
+
+def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0) -> Adam:
+    """Adam (Kingma and Ba 2015); weight decay is added to the gradient.
+
+    m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   x ← x − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
+
+    >>> adam()
+    Adam(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, decoupled=False)
+    """
+    return _adam("adam", beta1, beta2, eps, weight_decay, decoupled=False)
+
+
+def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Adam:
+    """Adam with decoupled weight decay: x ← x − η (… + λx) (Loshchilov and Hutter 2019).
+
+    >>> adamw(weight_decay=0.1)
+    Adam(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.1, decoupled=True)
+    """
+    return _adam("adamw", beta1, beta2, eps, weight_decay, decoupled=True)
+
+
+def sgld(temperature: float = 1.0) -> SGLD:
+    """Stochastic gradient Langevin dynamics: descent with noise that samples exp(−loss / T) (Welling and Teh 2011).
+
+    x ← x − ηg + √(2ηT) z,   z ~ N(0, 1) from key(seed, step)
+
+    The loss is the mean over examples: T = 1 / (number of examples) samples the posterior.
+
+    >>> sgld(temperature=1e-4)
+    SGLD(temperature=0.0001)
+    """
+    return SGLD(number("sgld", "temperature", temperature))
+
+
+def _adam(name: str, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, decoupled: bool) -> Adam:
+    return Adam(
+        number(name, "beta1", beta1, below=1),
+        number(name, "beta2", beta2, below=1),
+        number(name, "eps", eps),
+        number(name, "weight_decay", weight_decay),
+        decoupled,
+    )
+
+
+def number(owner: str, name: str, value: object, below: float = inf) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongType(f"sgd: {name} must be a number, got {name}={value!r}")
+        raise WrongType(f"{owner}: {name} must be a number, got {name}={value!r}")
+    if not 0 <= value < below:
+        limit = "finite and at least 0" if below == inf else f"at least 0 and below {below:g}"
+        raise Invalid(f"{owner}: {name} must be {limit}, got {name}={float(value)}")
     return float(value)

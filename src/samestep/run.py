@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.algebra import Schedule
 from samestep.errors import Invalid
 
 Tensors = dict[str, NDArray[Any]]
@@ -50,8 +51,12 @@ class Run:
     fingerprint: str = ""
     fingerprints: list[str] = field(default_factory=list, repr=False)  # after every step
     folder: Path | None = None
+    schedule: Schedule | None = field(default=None, repr=False)  # that was applied, in steps, if it is one
+    average: Tensors | None = field(default=None, repr=False)  # the averaged weights by name, if asked for
+    average_metrics: dict[str, float | None] | None = None
     _tensors: Tensors = field(default_factory=dict, repr=False)
     _model: Callable[[], Any] | None = field(default=None, repr=False)
+    _average_model: Callable[[], Any] | None = field(default=None, repr=False)
 
     def weights(self) -> Tensors:
         """The final weights by name, as NumPy."""
@@ -63,6 +68,13 @@ class Run:
         if self._model is None:
             raise Invalid("a run that was loaded from its folder has no model: put its weights() into one of yours")
         return self._model()
+
+    @property
+    def average_model(self) -> Any:
+        """A model of the framework with the averaged weights."""
+        if self._average_model is None:
+            raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")
+        return self._average_model()
 
     @staticmethod
     def load(folder: str | Path) -> Run:
@@ -132,10 +144,10 @@ class RunFolder:
             self._begun = True
             self._events.flush()
 
-    def weights(self, tensors: Tensors) -> None:
+    def weights(self, tensors: Tensors, name: str = "weights.safetensors") -> None:
         from safetensors.numpy import save
 
-        _write(self.path / "weights.safetensors", save(tensors))
+        _write(self.path / name, save(tensors))
 
     def close(self, failed: bool) -> None:
         """End the run folder. A fit that failed before anything was learned from it leaves nothing behind."""

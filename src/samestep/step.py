@@ -14,27 +14,59 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep import draws
 from samestep.exchange import exchange
 from samestep.shards import Fold, Span, cut
 
 if TYPE_CHECKING:
-    from samestep.backends import Backend, Replica, Vector
+    from samestep.backends import Backend, Replica, Updater, Vector
     from samestep.data import Pass
     from samestep.optimizers import Optimizer
 
 
+class FlatUpdater:
+    """One of samestep's optimizers at work on one replica."""
+
+    def __init__(self, optimizer: Optimizer, replica: Replica, backend: Backend) -> None:
+        self.optimizer, self.replica = optimizer, replica
+        self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+    def rate(self) -> None:
+        return None
+
+    def __call__(self, gradient: Vector, lr: float, t: int, z: Vector) -> None:
+        parameters, self.state = self.optimizer.update(self.replica.parameters, gradient, self.state, lr, t, z)
+        self.replica.assign(parameters)
+
+
 class Group:
-    """The replicas of a run, with the optimizer's state of each."""
+    """The replicas of a run, each with its optimizer."""
 
     def __init__(
-        self, backend: Backend, replicas: Sequence[Replica], optimizer: Optimizer, shards: int, clip: float = 0.0
+        self,
+        backend: Backend,
+        replicas: Sequence[Replica],
+        optimizer: Any,
+        shards: int,
+        clip: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        self.backend, self.replicas, self.optimizer = backend, list(replicas), optimizer
-        self.shards, self.clip = shards, clip
-        self.states = [{name: backend.zeros_like(r.parameters) for name in optimizer.slots} for r in self.replicas]
+        self.backend, self.replicas = backend, list(replicas)
+        self.shards, self.clip, self.seed = shards, clip, seed
+        self.noisy = bool(getattr(optimizer, "noisy", False))
+        self.updaters: list[Updater] = [
+            FlatUpdater(optimizer, r, backend) if hasattr(optimizer, "slots") else backend.updater(optimizer, r)
+            for r in self.replicas
+        ]
 
-    def step(self, pass_: Pass, spans: Sequence[Span], keys: Sequence[int], lr: float) -> Vector:
-        """Make one update from the shards of one batch. Returns [loss of each shard | hits of each shard], on a device."""
+    def step(self, pass_: Pass, spans: Sequence[Span], keys: Sequence[int], lr: float, t: int) -> Vector:
+        """Make the update after t updates, from the shards of one batch.
+
+        Returns [loss of each shard | hits of each shard], on a device.
+        """
         n, examples = len(spans), spans[-1][1] - spans[0][0]
         folds: list[Fold[Vector]] = [Fold(n, self.backend.add) for _ in self.replicas]
 
@@ -48,16 +80,21 @@ class Group:
         self.backend.map(tasks)
         devices = [replica.device for replica in self.replicas]
         totals = exchange(self.backend, [fold.parts for fold in folds], n, devices, self.replicas[0].size)
-        self.backend.map([partial(self._update, i, total, examples, lr) for i, total in enumerate(totals)])
+        z = self._noise(t) if self.noisy else None
+        self.backend.map([partial(self._update, i, total, examples, lr, t, z) for i, total in enumerate(totals)])
         return self.backend.concat([totals[0][-2 * self.shards :]])  # a copy: the rest of the vector is let go
 
-    def _update(self, i: int, total: Vector, examples: int, lr: float) -> None:
+    def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
         replica = self.replicas[i]
         gradient = total[: len(replica.parameters)] / examples
         if self.clip:
             gradient = self.backend.clip(gradient, self.clip)
-        parameters, self.states[i] = self.optimizer.update(replica.parameters, gradient, self.states[i], lr)
-        replica.assign(parameters, total, examples)
+        self.updaters[i](gradient, lr, t, None if z is None else self.backend.put(z, replica.device))
+        replica.advance(total, examples)
+
+    def _noise(self, t: int) -> NDArray[Any]:
+        parameters = self.replicas[0].parameters
+        return draws.normal(self.seed, t, len(parameters), str(parameters.dtype).rpartition(".")[2])
 
     def evaluate(self, pass_: Pass, spans: Sequence[Span], keys: Sequence[int]) -> NDArray[np.float64]:
         """[loss, hits] of every shard of a pass, each example once, all devices sharing the work. This waits."""

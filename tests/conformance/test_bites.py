@@ -7,9 +7,10 @@ import pytest
 import samestep as ss
 from conformance import suite
 from samestep import exchange as exchanging
+from samestep import fit as fitting
 from samestep import step as stepping
-from samestep import trainer as training
 from samestep.backends.torch_replica import TorchReplica
+from samestep.rates import Rates
 from samestep.shards import cut_pass
 
 
@@ -103,13 +104,22 @@ def one_shard_per_device(monkeypatch):
         return cut_pass(n, batch_size, count.get("devices", shards))
 
     monkeypatch.setattr(ss.Trainer, "_group", group)
-    monkeypatch.setattr(training, "cut_pass", as_many_shards_as_devices)
+    monkeypatch.setattr(fitting, "cut_pass", as_many_shards_as_devices)
 
 
 def schedule_advanced_per_device(monkeypatch):
     """As Accelerate does (#1382): k processes, k steps of the schedule for one update."""
-    lr = ss.Trainer.lr
-    monkeypatch.setattr(ss.Trainer, "lr", lambda self, t: lr(self, t * self.devices))
+    start, make, count = Rates.__init__, ss.Trainer._group, {}
+
+    def group(self, backend, model, devices):
+        count["devices"] = len(devices)
+        return make(self, backend, model, devices)
+
+    def advanced(self, schedule, *rest):
+        start(self, lambda t: schedule(t * count["devices"]), *rest)
+
+    monkeypatch.setattr(ss.Trainer, "_group", group)
+    monkeypatch.setattr(Rates, "__init__", advanced)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +150,8 @@ def test_a_replica_that_drifts_is_an_error(monkeypatch):
     """A fit compares its replicas after every epoch, whatever made them differ."""
     assign, seen = TorchReplica.assign, []
 
-    def drifting(self, parameters, total, examples):
-        assign(self, parameters, total, examples)
+    def drifting(self, parameters):
+        assign(self, parameters)
         seen.append(self)
         self.parameters[0] += 1e-3 * seen.index(self)
 

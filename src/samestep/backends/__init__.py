@@ -57,17 +57,32 @@ class Replica(Protocol):
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
         """[loss, hits] of these examples, summed, with the model in evaluation mode."""
 
-    def assign(self, parameters: Vector, total: Vector, examples: int) -> None:
-        """Take new weights, and the buffers' changes out of the sum over all shards."""
+    def assign(self, parameters: Vector) -> None:
+        """Take new weights."""
+
+    def advance(self, total: Vector, examples: int) -> None:
+        """Take the buffers' changes out of the sum over all shards."""
 
     def fingerprint(self) -> Vector:
         """One 64-bit number of all weights and buffers, by integer arithmetic, still on the device."""
 
-    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Weights and buffers by name, on the host."""
+    def vectors(self) -> list[Vector]:
+        """The weights and the buffers of real numbers, as flat vectors."""
 
-    def model(self) -> Any:
+    def tensors(self, vectors: Sequence[Vector] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        """Weights and buffers by name, on the host; from other vectors than this replica's own on request."""
+
+    def model(self, vectors: Sequence[Vector] | None = None) -> Any:
         """A model of the framework with these weights, for the user."""
+
+
+class Updater(Protocol):
+    """An optimizer at work on one replica."""
+
+    def rate(self) -> float | None:
+        """The rate that the optimizer came with, if it has one."""
+
+    def __call__(self, gradient: Vector, lr: float, t: int, z: Vector) -> None: ...
 
 
 class Backend(Protocol):
@@ -116,6 +131,12 @@ class Backend(Protocol):
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> Replica:
         """A copy of the model on a device; `capture` allows recording its computation (see Trainer)."""
+
+    def updater(self, optimizer: Any, replica: Any) -> Updater:
+        """The framework's own optimizer, or a function that makes one from parameters, at work on a replica."""
+
+    def rates(self, scheduler: Any, n: int) -> list[float]:
+        """The rates of the first n updates of a scheduler of the framework, which is left as it was."""
 
     def describe(self, model: Any) -> str:
         """The model in one word."""

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from samestep.backends import Shape
+from samestep.backends.torch_optimizer import TorchUpdater
 from samestep.backends.torch_replica import TorchReplica, sum_of_losses
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotDeterministic, OutOfMemory, WrongType
@@ -189,6 +190,14 @@ class TorchBackend:
     ) -> TorchReplica:
         with explained():
             return TorchReplica(model, loss, device, shards, capture)
+
+    def updater(self, optimizer: Any, replica: TorchReplica) -> TorchUpdater:
+        return TorchUpdater(optimizer, replica)
+
+    def rates(self, scheduler: Any, n: int) -> list[float]:
+        from samestep.schedulers.torch import read
+
+        return read(scheduler, n)
 
     def _must_exist(self, device: Device) -> None:
         if device.kind == "cuda" and device.index >= torch.cuda.device_count():

@@ -181,8 +181,15 @@ class TorchReplica:
 
     # The step's other half
 
-    def assign(self, parameters: torch.Tensor, total: torch.Tensor, examples: int) -> None:
+    def assign(self, parameters: torch.Tensor) -> None:
         self.parameters.copy_(parameters)
+
+    def leaves(self) -> dict[int, torch.nn.Parameter]:
+        """The user's trained parameters, by id → parameters that are views of this replica's vector."""
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        return {id(p): torch.nn.Parameter(view) for p, view in zip(trained, self.weights.views, strict=True)}
+
+    def advance(self, total: torch.Tensor, examples: int) -> None:
         start = len(self.parameters)
         for flat in self.buffers:
             delta = total[start : start + len(flat.vector)] / examples
@@ -197,17 +204,32 @@ class TorchReplica:
         flats = [self.weights, *self.buffers]
         return torch.stack([bits(flat.vector) * odd[i] for i, flat in enumerate(flats)]).sum().view(1)
 
-    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
-        state = self._model.state_dict(keep_vars=True)
+    def vectors(self) -> list[torch.Tensor]:
+        return [flat.vector for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
+
+    def tensors(self, vectors: Sequence[torch.Tensor] | None = None) -> dict[str, np.ndarray[Any, Any]]:
+        state, ours = self._model.state_dict(keep_vars=True), self._with(vectors)
         return {
-            name: self._ours[id(tensor)].detach().cpu().contiguous().numpy().copy()
+            name: ours[id(tensor)].detach().cpu().contiguous().numpy().copy()
             for name, tensor in state.items()
             if isinstance(tensor, torch.Tensor)
         }
 
-    def model(self) -> torch.nn.Module:
+    def model(self, vectors: Sequence[torch.Tensor] | None = None) -> torch.nn.Module:
         with torch.no_grad():
-            return self._copy({key: ours.clone() for key, ours in self._ours.items()})
+            return self._copy({key: ours.clone() for key, ours in self._with(vectors).items()})
+
+    def _with(self, vectors: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
+        """Original tensor → ours, taken from other vectors than this replica's on request."""
+        if vectors is None:
+            return self._ours
+        floats = [flat for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
+        other = {
+            id(view): piece.view(vector)
+            for flat, vector in zip(floats, vectors, strict=True)
+            for view, piece in zip(flat.views, flat.pieces, strict=True)
+        }
+        return {key: other.get(id(ours), ours) for key, ours in self._ours.items()}
 
     # Lanes
 

@@ -1,0 +1,79 @@
+"""Averages over the path of the weights, which often generalise better than where the path ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from samestep.checks import choice, whole
+from samestep.errors import Invalid
+
+if TYPE_CHECKING:
+    from samestep.backends import Replica
+
+
+@dataclass(frozen=True)
+class Average:
+    """Which weights of the path count how much; see `swa` and `path_average`."""
+
+    kind: str
+    start: int = 0
+    every: int = 1
+    unit: str = "epochs"
+
+
+def swa(start: int, every: int = 1, unit: str = "epochs") -> Average:
+    """Stochastic weight averaging: the plain mean of the weights after `start`, `start + every`, ... epochs or steps.
+
+    Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
+
+    >>> swa(15)
+    Average(kind='swa', start=15, every=1, unit='epochs')
+    """
+    unit = choice("swa", "unit", unit, ("epochs", "steps"))
+    return Average("swa", whole("swa", "start", start, 1), whole("swa", "every", every, 1), unit)
+
+
+def path_average() -> Average:
+    """The mean of all weights of the path, each counting as much as its rate: x̄ = Σ ηₜ·xₜ / Σ ηₜ.
+
+    The average for which the convergence of SGD on convex objectives is proved.
+
+    >>> path_average()
+    Average(kind='path', start=0, every=1, unit='epochs')
+    """
+    return Average("path")
+
+
+class Averager:
+    """Keeps an average of one replica's weights, and of its buffers of real numbers, while it trains."""
+
+    def __init__(self, average: Average, replica: Replica, steps_per_epoch: int, max_epochs: int) -> None:
+        self.average, self.replica = average, replica
+        self.total = 0.0  # of the weights given so far
+        self.vectors: list[Any] = []
+        scale = steps_per_epoch if average.unit == "epochs" else 1
+        self._start, self._every = average.start * scale, average.every * scale
+        if self._start > steps_per_epoch * max_epochs:
+            raise Invalid(f"swa: start={average.start} {average.unit} is after the end of the training")
+
+    def before(self, t: int, lr: float) -> None:
+        """Before the update after t updates."""
+        if self.average.kind == "path":
+            self._add(lr)
+
+    def after(self, t: int) -> None:
+        """After the update that makes it t updates."""
+        if self.average.kind == "swa" and t >= self._start and (t - self._start) % self._every == 0:
+            self._add(1.0)
+
+    def _add(self, weight: float) -> None:
+        if weight == 0:
+            return
+        self.total += weight
+        now = self.replica.vectors()
+        if not self.vectors:
+            self.vectors = [vector * 1.0 for vector in now]
+        else:
+            share = weight / self.total
+            self.vectors = [mean + (vector - mean) * share for mean, vector in zip(self.vectors, now, strict=True)]

@@ -1,0 +1,86 @@
+"""Curves, for a person to look at: in a terminal, with dots of Braille characters, or in a PNG or SVG file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.text import Text
+
+from samestep.errors import BackendMissing, Invalid
+
+Curves = dict[str, NDArray[np.float64]]  # label → values at 0, 1, 2, ...
+COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
+# The bit of each dot in a Braille character (U+2800 + bits), by row and column of its 4 x 2 dots.
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+def terminal(curves: Curves, unit: str, width: int = 80, height: int = 16) -> Text:
+    """The curves as text, `width` characters wide: a frame with the range of values, and a legend below."""
+    top, bottom = _range(curves)
+    names = [f"{value:.4g}" for value in (top, (top + bottom) / 2, bottom)]
+    margin = max(map(len, names)) + 1
+    columns = max(10, width - margin - 1)
+    bits = np.zeros((height, columns), int)
+    owner = np.full((height, columns), -1)
+    for number, values in enumerate(curves.values()):
+        for row, column in _dots(values, top, bottom, 4 * height, 2 * columns):
+            bits[row // 4, column // 2] |= DOTS[row % 4][column % 2]
+            owner[row // 4, column // 2] = number
+    text = Text()
+    for row in range(height):
+        label = {0: names[0], height // 2: names[1], height - 1: names[2]}.get(row, "")
+        text.append(f"{label:>{margin}}┤" if label else f"{'':>{margin}}│")
+        for column in range(columns):
+            style = COLOURS[owner[row, column] % len(COLOURS)] if bits[row, column] else ""
+            text.append(chr(0x2800 + bits[row, column]) if bits[row, column] else " ", style)
+        text.append("\n")
+    last = f"{max(map(len, curves.values())) - 1} {unit}"
+    text.append(f"{'':>{margin}}└{'─' * columns}\n{'':>{margin}} 0{last:>{columns - 1}}\n")
+    for number, label in enumerate(curves):
+        text.append(f"{'':>{margin}} ")
+        text.append("━━ ", COLOURS[number % len(COLOURS)])
+        text.append(f"{label}\n")
+    return text
+
+
+def _range(curves: Curves) -> tuple[float, float]:
+    top, bottom = max(float(v.max()) for v in curves.values()), min(float(v.min()) for v in curves.values())
+    return (top, bottom) if top > bottom else (top + (abs(top) or 1.0) / 2, bottom - (abs(top) or 1.0) / 2)
+
+
+def _dots(values: NDArray[np.float64], top: float, bottom: float, rows: int, columns: int) -> Sequence[tuple[int, int]]:
+    """The dots of one curve: for each column, all rows between the lowest and the highest value that fall into it."""
+    fine = columns * max(1, -(-len(values) // columns))  # a whole number of points for each column
+    points = np.interp(np.linspace(0, len(values) - 1, fine), np.arange(len(values)), values)
+    place = np.rint((top - points) / (top - bottom) * (rows - 1)).astype(int).reshape(columns, -1)
+    before = np.concatenate([place[:1, :1], place[:-1, -1:]])  # where the column to the left ended: lines have no gaps
+    low, high = np.minimum(place.min(1), before[:, 0] + 1), np.maximum(place.max(1), before[:, 0] - 1)
+    low[0], high[0] = place[0].min(), place[0].max()
+    return [(row, column) for column in range(columns) for row in range(low[column], high[column] + 1)]
+
+
+def figure(curves: Curves, unit: str, path: Path, ylabel: str = "learning rate") -> None:
+    """The curves in a PNG or SVG file, whichever the name says."""
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg"):
+        raise Invalid(f"a figure is a .png or .svg file, got {path}")
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise BackendMissing("'matplotlib' is not installed; pip install 'samestep[plot]'") from error
+    drawing = Figure(figsize=(7, 4), layout="constrained")
+    axes: Any = drawing.subplots()
+    for label, values in curves.items():
+        axes.plot(np.arange(len(values)), values, label=label, linewidth=1.8)
+    axes.set(xlabel=unit, ylabel=ylabel)
+    axes.set_ylim(bottom=min(0.0, *(float(values.min()) for values in curves.values())))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    try:
+        drawing.savefig(path, format=kind, dpi=150)
+    except OSError as error:
+        raise Invalid(f"{path} cannot be written to: {error.strerror or error}") from error

@@ -1,24 +1,25 @@
 # make train   the main job: LeNet on Fashion-MNIST on every device here
-# make test    every test
+# make test    every test, against every framework
 # make check   lint, formatting, types
 # make bench   the cost of sameness on this machine, and the tables in README.md
 #
-# Each makes the environment it needs in .venv, once; interrupt and repeat at will.
+# Each makes the environments it needs, once; interrupt and repeat at will.
 
 PYTHON ?= python3
 VENV   := .venv
+MXNET  := .venv-mxnet
 BIN    := $(VENV)/bin
-# pip installs into the environment from outside, so Debian's python3-venv (which carries ensurepip) is not needed.
-INSTALL = $(PYTHON) -m venv --without-pip $(VENV) && \
-	$(PYTHON) -m pip --python $(BIN)/python install --quiet --disable-pip-version-check -c constraints.txt
+# pip installs into an environment from outside, so Debian's python3-venv (which carries ensurepip) is not needed.
+into    = $(PYTHON) -m venv --without-pip $(1) && \
+	$(PYTHON) -m pip --disable-pip-version-check --python $(1)/bin/python install --quiet
 
 .PHONY: train test check bench clean
 
 train: $(VENV)/train.done
 	$(BIN)/samestep train $(ARGS)
 
-test: $(VENV)/test.done
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/test.done $(MXNET)/test.done
+	$(BIN)/python tests/run.py --mxnet $(MXNET)/bin/python $(ARGS)
 
 check: $(VENV)/test.done
 	$(BIN)/ruff check .
@@ -31,12 +32,17 @@ bench: $(VENV)/test.done
 	$(BIN)/python benchmarks/tables.py
 
 $(VENV)/train.done: pyproject.toml constraints.txt
-	$(INSTALL) -e '.[torch]'
+	$(call into,$(VENV)) -c constraints.txt -e '.[torch]'
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml constraints.txt
-	$(INSTALL) -e '.[torch,plot,dev]'
+	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,plot,dev]'
 	@touch $@ $(VENV)/train.done
 
+# MXNet 1.9.1 has wheels for Linux only; where there is none, the tests that need it are skipped and say so.
+$(MXNET)/test.done: pyproject.toml constraints-mxnet.txt
+	$(call into,$(MXNET)) -c constraints-mxnet.txt -e '.[mxnet,dev-mxnet]' || echo "MXNet cannot be installed here"
+	@mkdir -p $(MXNET) && touch $@
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) $(MXNET) build dist src/*.egg-info

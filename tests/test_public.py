@@ -18,8 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
 
 NAMES = [
-    "Data", "Device", "Run", "SamestepError", "Trainer", "allreduce", "cpu", "device_of", "fashion_mnist", "get", "gpu",
-    "num_gpus", "put", "replicate", "sgd", "split_batch", "try_all_gpus", "try_gpu",
+    "Data", "Device", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw", "allreduce",
+    "constant", "cosine", "cpu", "device_of", "drops", "exponential", "fashion_mnist", "geometric", "get", "gpu",
+    "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "piecewise", "poly", "put", "replicate", "sgd",
+    "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus", "try_gpu",
 ]  # fmt: skip
 
 
@@ -96,7 +98,8 @@ def frameworks_of(code: str) -> set[str]:
 def may_import(file: str) -> set[str]:
     folder, _, name = file.rpartition("/")
     owner = name.removesuffix(".py").split("_")[0]
-    return {owner} & set(FRAMEWORKS) if folder in ("backends", "models", "d2l") else set()
+    owner = {"optax": "jax", "keras": "tensorflow"}.get(owner, owner) if folder == "schedulers" else owner
+    return {owner} & set(FRAMEWORKS) if folder in ("backends", "models", "d2l", "schedulers") else set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=relative)

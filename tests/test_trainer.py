@@ -275,7 +275,7 @@ def test_overrides_come_from_the_environment(monkeypatch):
         ({"shards": 0}, Invalid, "shards must be at least 1, got shards=0"),
         ({"threads_per_shard": 0}, Invalid, "threads_per_shard must be at least 1, got threads_per_shard=0"),
         ({"seed": -1}, Invalid, "seed must be at least 0, got seed=-1"),
-        ({"seed": 1 << 64}, Invalid, "seed must be below 2**64, got seed=18446744073709551616"),
+        ({"seed": 1 << 64}, Invalid, "seed must be at most 18446744073709551615, got seed=18446744073709551616"),
         ({"schedule": -0.1}, Invalid, "schedule must be finite and at least 0, got -0.1"),
         ({"schedule": float("nan")}, Invalid, "schedule must be finite and at least 0, got nan"),
         ({"schedule": [0.1]}, WrongType, "schedule must be a number, got [0.1]"),

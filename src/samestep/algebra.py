@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from samestep.checks import at_most, choice, flag, number, show, whole
 from samestep.errors import Invalid, WrongType
 from samestep.powers import power
+from samestep.schedulers import Exports
 
 VERSION = 1  # of the JSON form
 LIMIT = 2**63  # t must be below: what an int64 holds
@@ -30,7 +31,7 @@ OPS: dict[str, Callable[..., Schedule]] = {}  # how each operation is made; sche
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule(ABC):
+class Schedule(Exports, ABC):
     """The learning rate as a pure function of t, the number of updates already made: the first update uses s(0).
 
     Call it with a whole number for a float, with an array of them for an array of float64. Schedules are values: frozen,
@@ -92,7 +93,7 @@ class Schedule(ABC):
 
     def then(self, other: Schedule, at: int) -> Schedule:
         """Follow s until t = at, then `other` from its beginning: η(t) = s(t) for t < at, then other(t − at)."""
-        _in_steps("then", self, _schedule("then", "other", other))
+        _in_steps("then", self, must_be_schedule("then", "other", other))
         return Then(self, other, whole("then", "at", at))
 
     def restart(self, period: int, mult: int = 1, decay: float = 1.0) -> Schedule:
@@ -211,7 +212,7 @@ class Schedule(ABC):
         return result
 
 
-def _schedule(where: str, name: str, value: Any) -> Schedule:
+def must_be_schedule(where: str, name: str, value: Any) -> Schedule:
     if not isinstance(value, Schedule):
         raise WrongType(f"{where}: {name} must be a schedule, such as constant(0.1), got {name}={show(value)}")
     return value
@@ -395,6 +396,6 @@ METHODS: dict[str, Callable[..., Schedule]] = {
     for name in ("warmup", "then", "restart", "shift", "hold", "every", "clip", "floor", "in_epochs")
 }
 OPS.update(METHODS)
-OPS["add"] = lambda a, b: _schedule("add", "a", a) + b
-OPS["multiply"] = lambda a, b: _schedule("multiply", "a", a) * _schedule("multiply", "b", b)
-OPS["scale"] = lambda of, by: _schedule("scale", "of", of) * number("scale", "by", by)
+OPS["add"] = lambda a, b: must_be_schedule("add", "a", a) + b
+OPS["multiply"] = lambda a, b: must_be_schedule("multiply", "a", a) * must_be_schedule("multiply", "b", b)
+OPS["scale"] = lambda of, by: must_be_schedule("scale", "of", of) * number("scale", "by", by)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep import __version__
+from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
 
@@ -66,7 +67,8 @@ def train(
     if lr is not None and schedule is not None:
         raise Invalid("choose one of --lr and --schedule")
     settings: dict[str, Any] = {
-        "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs, "schedule": schedule if lr is None else lr,
+        "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs,
+        "schedule": schedule if lr is None else lr,
         "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
         "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
     }  # fmt: skip
@@ -88,9 +90,9 @@ def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
     from samestep.backends import load
     from samestep.devices import resolve
     from samestep.fashion import fashion_mnist
-    from samestep.trainer import Trainer, whole
+    from samestep.trainer import Trainer
 
-    whole("seed", given.get("seed", 0), 0)  # the model is drawn from it before the Trainer looks at it
+    whole("", "seed", given.get("seed", 0), most=2**64 - 1)  # the model is drawn from it before the Trainer looks at it
     folder = given.pop("run_dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     trainer = Trainer(
         optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
@@ -168,7 +170,6 @@ def schedule(
 ) -> None:
     """Plot learning-rate schedules, in the terminal or to a file."""
     from samestep import plot
-    from samestep.checks import whole
     from samestep.expressions import parse
 
     if as_json and as_csv:

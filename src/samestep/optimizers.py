@@ -9,10 +9,11 @@ neither threads nor slices can change a bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import sqrt
 from typing import Any, Protocol
 
-from samestep.errors import Invalid, WrongType
+from samestep.checks import flag, number
+from samestep.errors import Invalid
 
 Vector = Any  # a flat vector of any framework
 State = dict[str, Vector]
@@ -133,10 +134,9 @@ def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
     >>> sgd(momentum=0.9)
     SGD(momentum=0.9, nesterov=False, weight_decay=0.0)
     """
-    momentum = number("sgd", "momentum", momentum, below=1)
+    momentum = _below_one("sgd", "momentum", momentum)
     weight_decay = number("sgd", "weight_decay", weight_decay)
-    if not isinstance(nesterov, bool):
-        raise WrongType(f"sgd: nesterov must be True or False, got nesterov={nesterov!r}")
+    nesterov = flag("sgd", "nesterov", nesterov)
     if nesterov and not momentum:
         raise Invalid("sgd: nesterov=True needs a momentum above 0, got momentum=0.0")
     return SGD(momentum, nesterov, weight_decay)
@@ -188,18 +188,16 @@ def sgld(temperature: float = 1.0) -> SGLD:
 
 def _adam(name: str, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, decoupled: bool) -> Adam:
     return Adam(
-        number(name, "beta1", beta1, below=1),
-        number(name, "beta2", beta2, below=1),
+        _below_one(name, "beta1", beta1),
+        _below_one(name, "beta2", beta2),
         number(name, "eps", eps),
         number(name, "weight_decay", weight_decay),
         decoupled,
     )
 
 
-def number(owner: str, name: str, value: object, below: float = inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise WrongType(f"{owner}: {name} must be a number, got {name}={value!r}")
-    if not 0 <= value < below:
-        limit = "finite and at least 0" if below == inf else f"at least 0 and below {below:g}"
-        raise Invalid(f"{owner}: {name} must be {limit}, got {name}={float(value)}")
-    return float(value)
+def _below_one(owner: str, name: str, value: Any) -> float:
+    result = number(owner, name, value)
+    if result >= 1:
+        raise Invalid(f"{owner}: {name} must be below 1, got {name}={result}")
+    return result

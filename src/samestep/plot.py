@@ -79,7 +79,7 @@ def figure(curves: Curves, unit: str, path: Path, ylabel: str = "learning rate")
     axes.set(xlabel=unit, ylabel=ylabel)
     axes.set_ylim(bottom=min(0.0, *(float(values.min()) for values in curves.values())))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    drawing.legend(loc="outside upper left", fontsize=8)  # never over a curve
     try:
         drawing.savefig(path, format=kind, dpi=150)
     except OSError as error:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from samestep import backends, draws
 from samestep.averaging import Average
 from samestep.backends import Backend
+from samestep.checks import whole
 from samestep.data import Data
 from samestep.devices import resolve
 from samestep.errors import Invalid, WrongType
@@ -80,13 +79,11 @@ class Trainer:
         if "devices" in overrides:
             self.num_gpus = None  # the script's other word for it
         if self.num_gpus is not None:
-            self.num_gpus = whole("num_gpus", self.num_gpus, 0)
+            self.num_gpus = whole("", "num_gpus", self.num_gpus)
             self.devices = self.num_gpus or "cpu"
         for name in ("max_epochs", "batch_size", "shards", "threads_per_shard"):
-            setattr(self, name, whole(name, getattr(self, name), 1))
-        self.seed = whole("seed", self.seed, 0)
-        if self.seed >= 1 << 64:
-            raise Invalid(f"seed must be below 2**64, got seed={self.seed}")
+            setattr(self, name, whole("", name, getattr(self, name), 1))
+        self.seed = whole("", "seed", self.seed, most=2**64 - 1)
         if not (hasattr(self.optimizer, "slots") or callable(self.optimizer) or hasattr(self.optimizer, "step")):
             raise WrongType(
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
@@ -144,11 +141,3 @@ class Trainer:
 
 def as_data(data: Any) -> Data:
     return data if isinstance(data, Data) else Data(train=data)
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise WrongType(f"{name} must be a whole number, got {name}={value!r}")
-    if value < least:
-        raise Invalid(f"{name} must be at least {least}, got {name}={value}")
-    return int(value)

@@ -58,6 +58,6 @@ def evaluation_keys(seed: int, shards: int) -> list[int]:
 
 
 def normal(seed: int, step: int, n: int, dtype: str) -> NDArray[Any]:
-    """n draws of N(0, 1) for one step, on the host, so that every replica and every framework gets the same."""
+    """n draws of N(0, 1) for one step, on the host, so that every replica gets the same."""
     draws = np.random.Generator(_philox(seed, _LANGEVIN, step)).standard_normal(n)
     return draws.astype(dtype)

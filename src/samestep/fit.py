@@ -39,7 +39,7 @@ class Fit:
         self.batches = cut_pass(len(data.train), trainer.batch_size, trainer.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
-        self.rates = Rates(trainer.schedule, backend, updater, steps, trainer.max_epochs, self.shape.dtype)
+        self.rates = Rates(trainer.schedule, backend, updater, steps, trainer.max_epochs, self.shape)
         self.averager = Averager(trainer.average, first, steps, trainer.max_epochs) if trainer.average else None
         self.feed = feed_of(backend, trainer, data.train, devices, self.shape)
         self.test = feed_of(backend, trainer, data.test, devices, self.shape) if data.test else None

@@ -2,8 +2,7 @@
 
 An optimizer is a frozen value. `slots` names the flat vectors it keeps beside the weights (all start at zero); `update`
 returns new weights and new slots from the weights x, the gradient g, the slots, the rate and t, the number of updates already
-made. Only +, -, *, / and square roots of whole vectors: each is rounded once, alike on every thread and vector unit, so
-neither threads nor slices can change a bit.
+made. Only +, -, *, / and square roots, element by element: neither threads nor slices can change a bit.
 """
 
 from __future__ import annotations

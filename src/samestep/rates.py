@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from samestep.algebra import Schedule
+from samestep.checks import show
 from samestep.errors import Invalid, WrongType
 from samestep.plateau import Plateau
 from samestep.schedules import constant, table
 
 if TYPE_CHECKING:
-    from samestep.backends import Backend, Updater
+    from samestep.backends import Backend, Shape, Updater
 
 DEFAULT = 0.1
 
@@ -44,16 +45,19 @@ class Rates:
     """The rates of one fit, epoch by epoch, rounded once to the type of the weights."""
 
     def __init__(
-        self, schedule: Any, backend: Backend, updater: Updater, steps_per_epoch: int, max_epochs: int, dtype: str
+        self, schedule: Any, backend: Backend, updater: Updater, steps_per_epoch: int, max_epochs: int, shape: Shape
     ) -> None:
-        self.steps, self.dtype = steps_per_epoch, dtype
+        self.steps, self.dtype = steps_per_epoch, shape.dtype
         self.plateau: Plateau | None = None
         self.given = schedule
         if schedule is None:
             own = updater.rate()
             self._rate = self.given = constant(DEFAULT if own is None else own)
         elif isinstance(schedule, Plateau):
-            self.plateau = Plateau.from_state(schedule.state())  # a copy: the user's is left as it was
+            self._past = schedule.state()
+            self.plateau = Plateau.from_state(self._past)  # a copy: the user's is left as it was
+            if schedule.settings["mode"] == "max" and shape.classes is None:
+                raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
         elif callable(schedule):
@@ -72,13 +76,12 @@ class Rates:
         """Take note of the numbers of an epoch."""
         if self.plateau:
             which = "accuracy" if self.plateau.settings["mode"] == "max" else "loss"
-            value = row[f"test_{which}"] if row["test_loss"] is not None else row[f"train_{which}"]
-            if value is None:
-                raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
-            self.plateau.observe(value)
+            self.plateau.observe(row[f"test_{which}"] if row["test_loss"] is not None else row[f"train_{which}"])
 
     def __repr__(self) -> str:
         """A name that is the same in every process: a function's own, for anything else its repr."""
+        if self.plateau and self._past["t"]:
+            return f"Plateau.from_state({self._past})"
         if isinstance(self.given, (Schedule, Plateau)):
             return repr(self.given)
         return getattr(self.given, "__qualname__", None) or (
@@ -88,7 +91,8 @@ class Rates:
     def applied(self) -> Schedule | None:
         """The schedule that was applied, in steps, if it is one: for Plateau, its trace."""
         if self.plateau:
-            return self.plateau.trace().in_epochs(self.steps)
+            trace, past = self.plateau.trace(), self._past["t"]  # what was observed before this fit is not part of it
+            return (trace.shift(past) if past else trace).in_epochs(self.steps)
         return self._rate if isinstance(self._rate, Schedule) else None
 
     def _rounded(self, lr: float) -> float:
@@ -101,9 +105,14 @@ class Rates:
 
 def rate(name: str, value: Any) -> float:
     """A rate as a float: finite and not negative. Scalars of any framework will do."""
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise WrongType(f"{name} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        if isinstance(value, (bool, np.bool_, str)) or not hasattr(value, "__float__"):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):  # an array of several, among others
+        raise WrongType(f"{name} must be a number, got {show(value)}") from None
     if not (math.isfinite(number) and number >= 0):
         raise Invalid(f"{name} must be finite and at least 0, got {value}")
     return number

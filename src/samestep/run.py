@@ -72,6 +72,8 @@ class Run:
     @property
     def average_model(self) -> Any:
         """A model of the framework with the averaged weights."""
+        if self._average_model is None and self.average is not None:
+            raise Invalid("a run that was loaded from its folder has no model: put its average into one of yours")
         if self._average_model is None:
             raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")
         return self._average_model()
@@ -93,9 +95,11 @@ class Run:
             events = [json.loads(line) for line in (folder / name).read_text().splitlines()]
             name = "weights.safetensors"
             tensors = load_file(folder / name)
+            name = "average.safetensors"
+            average = load_file(folder / name) if os.path.isfile(folder / name) else None
         except (ValueError, SafetensorError) as error:
             raise Invalid(f"{folder / name} is damaged: {error}") from error
-        run = Run(recipe, [], folder=folder, _tensors=tensors)
+        run = Run(recipe, [], folder=folder, average=average, _tensors=tensors)
         for event in events:
             kind = event.pop("event")
             if kind == "start":

@@ -8,7 +8,7 @@ x     = optimizer(x, G / B, lr)      the same on every replica
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,10 +55,15 @@ class Group:
         seed: int = 0,
     ) -> None:
         self.backend, self.replicas = backend, list(replicas)
-        self.shards, self.clip, self.seed = shards, clip, seed
+        self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
         self.noisy = bool(getattr(optimizer, "noisy", False))
-        self.updaters: list[Updater] = [
-            FlatUpdater(optimizer, r, backend) if hasattr(optimizer, "slots") else backend.updater(optimizer, r)
+
+    @cached_property
+    def updaters(self) -> list[Updater]:
+        """Made when they are first asked for: an evaluation needs none, and may be of another model than the optimizer's."""
+        flat = hasattr(self.optimizer, "slots")
+        return [
+            FlatUpdater(self.optimizer, r, self.backend) if flat else self.backend.updater(self.optimizer, r)
             for r in self.replicas
         ]
 

@@ -84,7 +84,9 @@ class Trainer:
         for name in ("max_epochs", "batch_size", "shards", "threads_per_shard"):
             setattr(self, name, whole("", name, getattr(self, name), 1))
         self.seed = whole("", "seed", self.seed, most=2**64 - 1)
-        if not (hasattr(self.optimizer, "slots") or callable(self.optimizer) or hasattr(self.optimizer, "step")):
+        uncalled = getattr(self.optimizer, "__module__", None) == sgd.__module__  # samestep.sgd without its ()
+        theirs = (callable(self.optimizer) and not uncalled) or hasattr(self.optimizer, "step")
+        if not hasattr(self.optimizer, "slots") and not theirs:
             raise WrongType(
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
                 f"makes one from parameters, got {self.optimizer!r}"

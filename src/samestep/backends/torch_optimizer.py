@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from samestep.backends.torch_replica import TorchReplica
 from samestep.errors import Invalid, WrongType
+from samestep.run import fingerprint
 
 Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -18,37 +20,44 @@ class TorchUpdater:
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
     def __init__(self, given: Factory | torch.optim.Optimizer, replica: TorchReplica) -> None:
-        self._replica = replica
         ours = replica.leaves()
         if isinstance(given, torch.optim.Optimizer):
-            wanted = [p for group in given.param_groups for p in group["params"]]
-            if any(id(p) not in ours for p in wanted):
-                raise Invalid("the optimizer has parameters that are not parameters of the model to be trained")
-            self.optimizer = copy.deepcopy(given, dict(ours))  # around the replica's parameters instead of the model's
-        else:
+            self.optimizer = _copied(given, ours | replica.frozen())
+        elif callable(given):
             made = given(list(ours.values()))
             if not isinstance(made, torch.optim.Optimizer):
                 raise WrongType(f"optimizer(parameters) must give a torch.optim.Optimizer, got {type(made).__name__}")
+            _check_parameters(made, map(id, ours.values()))
             self.optimizer = made
+        else:
+            raise WrongType(
+                "optimizer must be a torch.optim.Optimizer, or a function that makes one from parameters, "
+                f"got {type(given).__name__}"
+            )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise WrongType(
                 "LBFGS computes the loss several times in one update, which the Trainer does not: use another"
             )
-        self._pieces = list(zip(ours.values(), replica.weights.pieces, strict=True))
-
-    def __repr__(self) -> str:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return f"torch.optim.{type(self.optimizer).__name__}({groups})"
-
-    def rate(self) -> float:
-        """The rate that the optimizer came with."""
         rates = {float(group["lr"]) for group in self.optimizer.param_groups}
         if len(rates) > 1:
             raise Invalid(
                 f"the optimizer has groups with different rates ({', '.join(map(str, sorted(rates)))}), "
                 "and the Trainer sets one rate for all: give every group the same"
             )
-        return rates.pop()
+        self._rate = rates.pop()
+        self._pieces = list(zip(ours.values(), replica.weights.pieces, strict=True))
+
+    def __repr__(self) -> str:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        state = self.optimizer.state_dict()["state"]
+        slots = {f"{i}.{name}": np.asarray(torch.as_tensor(slot).cpu())
+                 for i, slots in state.items() for name, slot in slots.items() if slot is not None}  # fmt: skip
+        past = f", state={fingerprint(slots)[:16]}" if slots else ""  # momenta that it came with
+        return f"torch.optim.{type(self.optimizer).__name__}({groups}{past})"
+
+    def rate(self) -> float:
+        """The rate that the optimizer came with."""
+        return self._rate
 
     def __call__(self, gradient: torch.Tensor, lr: float, t: int, z: Any) -> None:
         for parameter, piece in self._pieces:
@@ -56,3 +65,24 @@ class TorchUpdater:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+
+
+def _copied(given: torch.optim.Optimizer, ours: dict[int, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The user's optimizer, copied around our parameters instead of around the model's."""
+    _check_parameters(given, ours)
+    if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
+        raise Invalid(
+            "the optimizer has hooks, which a replica's copy of it would not have: pass a function that makes the "
+            "optimizer from parameters and adds them"
+        )
+    memo: dict[int, Any] = dict(ours)
+    twin = copy.deepcopy(given, memo)
+    for name, value in vars(given).items():  # torch copies its own three attributes; a subclass may need the others
+        if name not in vars(twin) and name != "step":  # a scheduler puts its counting `step` there
+            setattr(twin, name, copy.deepcopy(value, memo))
+    return twin
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, ids: Iterable[int]) -> None:
+    if not {id(p) for group in optimizer.param_groups for p in group["params"]} <= set(ids):
+        raise Invalid("the optimizer has parameters that are not parameters of the model to be trained")

@@ -189,6 +189,10 @@ class TorchReplica:
         trained = [p for p in self._model.parameters() if p.requires_grad]
         return {id(p): torch.nn.Parameter(view) for p, view in zip(trained, self.weights.views, strict=True)}
 
+    def frozen(self) -> dict[int, torch.nn.Parameter]:
+        """The user's other parameters, by id → parameters that never have a gradient, which every optimizer skips."""
+        return {id(p): torch.nn.Parameter(p.detach(), False) for p in self._model.parameters() if not p.requires_grad}
+
     def advance(self, total: torch.Tensor, examples: int) -> None:
         start = len(self.parameters)
         for flat in self.buffers:

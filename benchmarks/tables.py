@@ -64,7 +64,12 @@ def schedules() -> str:
         for row in result["rows"]:
             low, high = row["published"]
             seeds = [f"{run[-1]:.3f}" for run in row["curves"]["test_accuracy"]]
-            cells = [row["name"], f"{row['mean']:.3f} ± {row['spread']:.3f}", ", ".join(seeds), f"{low:.3f} - {high:.3f}"]
+            cells = [
+                row["name"],
+                f"{row['mean']:.3f} ± {row['spread']:.3f}",
+                ", ".join(seeds),
+                f"{low:.3f} - {high:.3f}",
+            ]
             rows.append([*cells, f"{row['gap']:.3f}"])
         header = ["schedule", "test accuracy", "seeds 0 - 4", "published", "train - test"]
         blocks.append(f"{about(result)}; {result['epochs']} epochs, {result['seeds']} seeds\n\n{table(header, rows)}")

@@ -239,6 +239,28 @@ def test_a_fit_leaves_model_generator_and_settings_alone_and_a_second_one_starts
     assert (runs[0].model[0].weight != 0).any()
 
 
+def test_one_fit_at_a_time():
+    """PyTorch's settings are the process's own, so a second fit inside the first is refused, and the next one works."""
+    inner = []
+
+    def schedule(t):
+        with pytest.raises(Invalid, match="^a fit or an evaluation is already going on in this process"):
+            trainer().fit(net(), numbers())
+        inner.append(t)
+        return 0.1
+
+    trainer(max_epochs=1, schedule=schedule).fit(net(), numbers())
+    assert inner == [0, 1, 2, 3]
+    assert trainer(max_epochs=1).fit(net(), numbers()).history
+
+
+def test_a_run_keeps_the_weights_and_lets_go_of_the_rest():
+    run = trainer(devices=2).fit(net(), numbers())
+    replica = run._model.__self__
+    assert replica._lanes == {}
+    assert torch.equal(run.model[0].weight, torch.from_numpy(run.weights()["0.weight"]))
+
+
 def test_prepare_batch_and_prepare_model():
     model, x = net(), torch.ones(2, 12)
     prepared = trainer().prepare_model(model)

@@ -78,6 +78,7 @@ class Fit:
             for closing in (self.feed, self.test, display):
                 if closing:
                     closing.close()
+            self.group.replicas[0].release()  # the run keeps it, for its model
             if folder:
                 folder.close(failed)
         return self.result

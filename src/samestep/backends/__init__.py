@@ -75,6 +75,9 @@ class Replica(Protocol):
     def model(self, vectors: Sequence[Vector] | None = None) -> Any:
         """A model of the framework with these weights, for the user."""
 
+    def release(self) -> None:
+        """Let go of what only computing needs; weights and buffers stay."""
+
 
 class Updater(Protocol):
     """An optimizer at work on one replica."""

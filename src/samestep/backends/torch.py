@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self._busy = threading.Lock()
 
     # Devices
 
@@ -98,6 +100,18 @@ class TorchBackend:
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise Invalid(
+                "a fit or an evaluation is already going on in this process: wait for it, or use another process"
+            )
+        try:
+            with self._settings(devices, deterministic, threads):
+                yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
         cudnn = torch.backends.cudnn
         before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
         flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)

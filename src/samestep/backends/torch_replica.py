@@ -235,6 +235,11 @@ class TorchReplica:
         }
         return {key: other.get(id(ours), ours) for key, ours in self._ours.items()}
 
+    def release(self) -> None:
+        """Let go of what only computing needs; weights and buffers stay."""
+        self._lanes.clear()
+        self._recorder = Recorder(wanted=False)
+
     # Lanes
 
     def _lane(self, training: bool) -> Lane:

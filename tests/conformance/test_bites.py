@@ -48,77 +48,64 @@ def sum_in_device_order(monkeypatch):
     monkeypatch.setattr(stepping, "exchange", exchange)
 
 
-def dropped_shard(monkeypatch):
-    """Cuts shards over devices evenly and forgets the remainder, as the chapters' Paddle code does with examples."""
-    gradient = TorchReplica.gradient
-    count = {}
+def watched_groups(monkeypatch, touch=lambda group: None):
+    """How many devices the current run has, for twins that need to know; `touch` is called with each new group."""
+    make, seen = ss.Trainer._group, {}
 
     def group(self, backend, model, devices):
-        count["devices"] = len(devices)
-        return make(self, backend, model, devices)
+        seen["devices"] = len(devices)
+        made = make(self, backend, model, devices)
+        touch(made)
+        return made
+
+    monkeypatch.setattr(ss.Trainer, "_group", group)
+    return seen
+
+
+def dropped_shard(monkeypatch):
+    """Cuts shards over devices evenly and forgets the remainder, as the chapters' Paddle code does with examples."""
+    gradient, run = TorchReplica.gradient, watched_groups(monkeypatch)
 
     def forgetful(self, x, y, key, shard):
-        kept = self.shards // count["devices"] * count["devices"]
+        kept = self.shards // run["devices"] * run["devices"]
         return gradient(self, x, y, key, shard) * (shard < kept)
 
-    make = ss.Trainer._group
-    monkeypatch.setattr(ss.Trainer, "_group", group)
     monkeypatch.setattr(TorchReplica, "gradient", forgetful)
 
 
 def shared_storage(monkeypatch):
-    """Replicas on one device alias one vector, as the chapters' get_params does in PyTorch: each update counts k times."""
-    make = ss.Trainer._group
+    """Replicas on one device alias one vector, as the chapters' get_params does in PyTorch: k updates instead of one."""
 
-    def group(self, backend, model, devices):
-        made = make(self, backend, model, devices)
-        for replica in made.replicas[1:]:
-            replica.parameters, replica.weights = made.replicas[0].parameters, made.replicas[0].weights
-        return made
+    def alias(group):
+        for replica in group.replicas[1:]:
+            replica.parameters, replica.weights = group.replicas[0].parameters, group.replicas[0].weights
 
-    monkeypatch.setattr(ss.Trainer, "_group", group)
+    watched_groups(monkeypatch, alias)
 
 
 def dropout_keyed_by_device(monkeypatch):
-    make, gradient = ss.Trainer._group, TorchReplica.gradient
-
-    def group(self, backend, model, devices):
-        made = make(self, backend, model, devices)
-        for rank, replica in enumerate(made.replicas):
+    def number(group):
+        for rank, replica in enumerate(group.replicas):
             replica.rank = rank
-        return made
 
-    monkeypatch.setattr(ss.Trainer, "_group", group)
+    gradient = TorchReplica.gradient
+    watched_groups(monkeypatch, number)
     monkeypatch.setattr(TorchReplica, "gradient", lambda self, x, y, key, shard: gradient(self, x, y, self.rank, shard))
 
 
 def one_shard_per_device(monkeypatch):
     """Computes all examples of a device at once, so that batch norm sees them together."""
-    make, count = ss.Trainer._group, {}
-
-    def group(self, backend, model, devices):
-        count["devices"] = len(devices)
-        return make(self, backend, model, devices)
-
-    def as_many_shards_as_devices(n, batch_size, shards):
-        return cut_pass(n, batch_size, count.get("devices", shards))
-
-    monkeypatch.setattr(ss.Trainer, "_group", group)
-    monkeypatch.setattr(fitting, "cut_pass", as_many_shards_as_devices)
+    run = watched_groups(monkeypatch)
+    monkeypatch.setattr(fitting, "cut_pass", lambda n, batch, shards: cut_pass(n, batch, run.get("devices", shards)))
 
 
 def schedule_advanced_per_device(monkeypatch):
     """As Accelerate does (#1382): k processes, k steps of the schedule for one update."""
-    start, make, count = Rates.__init__, ss.Trainer._group, {}
-
-    def group(self, backend, model, devices):
-        count["devices"] = len(devices)
-        return make(self, backend, model, devices)
+    start, run = Rates.__init__, watched_groups(monkeypatch)
 
     def advanced(self, schedule, *rest):
-        start(self, lambda t: schedule(t * count["devices"]), *rest)
+        start(self, lambda t: schedule(t * run["devices"]), *rest)
 
-    monkeypatch.setattr(ss.Trainer, "_group", group)
     monkeypatch.setattr(Rates, "__init__", advanced)
 
 

@@ -270,6 +270,12 @@ def test_prepare_batch_and_prepare_model():
     assert isinstance(trainer().prepare_batch([np.ones(3, np.float32)])[0], torch.Tensor)
 
 
+def test_epochs_and_batch_size_may_be_given_without_their_names():
+    assert ss.Trainer(3, 32) == ss.Trainer(max_epochs=3, batch_size=32)
+    with pytest.raises(TypeError, match="takes from 1 to 3 positional arguments but 4 were given"):
+        ss.Trainer(3, 32, 8)
+
+
 def test_num_gpus_is_the_chapters_name_for_devices():
     assert len(trainer(num_gpus=2).fit(net(), numbers()).devices) == 2
     assert trainer(num_gpus=0).fit(net(), numbers()).devices == ["cpu"]

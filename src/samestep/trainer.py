@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from samestep import backends, draws
@@ -21,12 +21,10 @@ from samestep.rates import check_schedule, rate
 from samestep.run import Run
 from samestep.step import Group
 
-OVERRIDES = (
-    "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in the script's Trainer
-)
+OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in its Trainer
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Trainer:
     """Trains a model on any number of devices, with the same result to the last bit on any number of them.
 
@@ -53,6 +51,7 @@ class Trainer:
 
     max_epochs: int = 10
     batch_size: int = 256
+    _: KW_ONLY
     shards: int = 8
     devices: Any = "auto"
     optimizer: Any = field(default_factory=sgd)

@@ -97,9 +97,9 @@ def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
     trainer = Trainer(
         optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
     )
+    resolve(trainer.devices, trainer.shards, load("torch"))  # before the data is fetched
     from samestep.models import torch as models
 
-    resolve(trainer.devices, trainer.shards, load("torch"))  # before the data is fetched
     run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
     last, seconds = run.history[-1], [row["seconds"] for row in run.history]
     out.print(

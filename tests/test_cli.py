@@ -466,3 +466,15 @@ def test_as_a_process_of_its_own() -> None:
     assert done.stderr == "samestep: max_epochs must be at least 1, got max_epochs=0\n"
     assert (done.returncode, done.stdout) == (2, "")
     assert written() == []
+
+
+def test_devices_without_a_framework(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    from samestep.errors import BackendMissing
+
+    def none() -> None:
+        raise BackendMissing("no framework is installed; pip install 'samestep[torch]'")
+
+    monkeypatch.setattr("samestep.backends.default", none)
+    done = samestep("devices")
+    assert done.status == 0
+    assert "no framework is installed; pip install 'samestep[torch]'" in done.out

@@ -135,7 +135,7 @@ def devices() -> None:
             table.add_row(str(device), f"{total / 2**30:.1f} GiB", f"{used / 2**30:.1f} GiB")
         out.print(table, "")
     except SamestepError as error:
-        out.print(f"{error}\n")
+        out.print(f"{error}\n", markup=False)  # it names an extra in brackets
     table = Table("framework", "version", "backend", box=None, pad_edge=False)
     for name in backends.FRAMEWORKS:
         table.add_row(

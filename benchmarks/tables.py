@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -76,7 +77,18 @@ def schedules() -> str:
     return "\n\n".join(blocks)
 
 
-TABLES = {"sameness": sameness, "cost": cost, "schedules": schedules}
+def accuracy() -> str:
+    """The multi-device chapter's job over several seeds."""
+    blocks = []
+    for result in results("accuracy"):
+        last = [row["curve"][-1] for row in result["rows"]]
+        seeds = ", ".join(f"{value:.4f}" for value in last)
+        mean, spread = statistics.mean(last), statistics.stdev(last)
+        blocks.append(f"{about(result)}: {mean:.3f} ± {spread:.3f} (seeds 0 to {len(last) - 1}: {seeds})")
+    return "\n\n".join(blocks)
+
+
+TABLES = {"sameness": sameness, "accuracy": accuracy, "cost": cost, "schedules": schedules}
 
 
 def main() -> int:

@@ -8,6 +8,8 @@ With arguments for pytest (a file, -k ...), only those tests are run, here, in o
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 # What must also hold on the oldest NumPy that samestep supports, which MXNet brings along.
 ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
+
+OTHERS = ["jax"]  # frameworks beside PyTorch that have a backend: the conformance suite again, in a process of its own
 
 
 def main() -> int:
@@ -27,6 +31,9 @@ def main() -> int:
     for file in sorted((TESTS / "parity").glob("test_*.py")):
         if "mxnet" not in file.name:
             runs.append([sys.executable, "-m", "pytest", "-q", str(file)])
+    others = [name for name in OTHERS if importlib.util.find_spec(name)]
+    for name in others:
+        runs.append([sys.executable, "-m", "pytest", "-q", str(TESTS / "conformance"), str(TESTS / f"test_{name}.py")])
     if options.mxnet and options.mxnet.exists():
         old = [str(TESTS / name) for name in ON_OLD_NUMPY]
         runs.append([str(options.mxnet), "-m", "pytest", "-q", *old])
@@ -36,7 +43,10 @@ def main() -> int:
     failed = []
     for run in runs:
         print(f"\n$ {' '.join(Path(part).name if '/' in part else part for part in run)}", flush=True)
-        if subprocess.run(run).returncode:
+        backend = next(
+            (name for name in others if run[-1].endswith(f"test_{name}.py") and "parity" not in run[-1]), "torch"
+        )
+        if subprocess.run(run, env=os.environ | {"SAMESTEP_TEST_BACKEND": backend}).returncode:
             failed.append(run)
     print(f"\n{len(runs) - len(failed)} of {len(runs)} test runs passed")
     return 1 if failed else 0

@@ -132,7 +132,7 @@ class Fit:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
         backend, shards = self.backend, self.trainer.shards
         numbers = backend.get(backend.concat([numbers for numbers, _ in pending]))
-        prints = backend.get(backend.concat([print_ for _, print_ in pending]))
+        prints = backend.get(backend.concat([print_ for _, print_ in pending])).view(np.uint64)
         table = np.asarray(numbers, np.float64).reshape(-1, 2, shards)
         first = epoch * len(self.batches) + start
         if not np.isfinite(table).all():
@@ -141,7 +141,7 @@ class Fit:
                 f"the loss is {table[step, 0, shard]} at step {first + step}, shard {shard}, with learning rate "
                 f"{rates[start + step]:g}: lower the rate, clip the gradient, or look at that shard's examples"
             )
-        hexes = [f"{int(value) & (1 << 64) - 1:016x}" for value in prints]
+        hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
         batches = self.batches[start : start + len(pending)]
         self.emit({
@@ -167,7 +167,7 @@ class Fit:
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
 
     def compare_replicas(self, step: int) -> None:
-        prints = [int(self.backend.get(value)[0]) for value in self.group.fingerprints()]
+        prints = [int(self.backend.get(value).view(np.uint64)[0]) for value in self.group.fingerprints()]
         if len(set(prints)) > 1:
             raise ReplicasDiffer(
                 f"after step {step} the replicas on {', '.join(self.result.devices)} are no longer equal: something outside "

@@ -50,6 +50,11 @@ class Rates:
         self.steps, self.dtype = steps_per_epoch, shape.dtype
         self.plateau: Plateau | None = None
         self.given = schedule
+        if schedule is not None and getattr(updater, "fixed", False):
+            raise Invalid(
+                "schedule cannot be applied: this optimizer has its rate inside. Pass the function that makes it from a rate "
+                "(optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
+            )
         if schedule is None:
             own = updater.rate()
             self._rate = self.given = constant(DEFAULT if own is None else own)

@@ -85,6 +85,7 @@ class Trainer:
         self.seed = whole("", "seed", self.seed, most=2**64 - 1)
         uncalled = getattr(self.optimizer, "__module__", None) == sgd.__module__  # samestep.sgd without its ()
         theirs = (callable(self.optimizer) and not uncalled) or hasattr(self.optimizer, "step")
+        theirs = theirs or (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update"))  # optax
         if not hasattr(self.optimizer, "slots") and not theirs:
             raise WrongType(
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "

@@ -34,6 +34,7 @@ Vector = Any  # a flat vector of the framework
 
 # Framework → the package to ask for its version, in the order in which a default is looked for.
 FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
+ALSO = {"flax": "jax", "jaxlib": "jax"}  # packages whose models and arrays are a framework's
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Replica(Protocol):
         """Take the buffers' changes out of the sum over all shards."""
 
     def fingerprint(self) -> Vector:
-        """One 64-bit number of all weights and buffers, by integer arithmetic, still on the device."""
+        """64 bits of all weights and buffers, by integer arithmetic, still on the device: one number, or two of 32."""
 
     def vectors(self) -> list[Vector]:
         """The weights and the buffers of real numbers, as flat vectors."""
@@ -80,7 +81,7 @@ class Replica(Protocol):
 
 
 class Updater(Protocol):
-    """An optimizer at work on one replica."""
+    """An optimizer at work on one replica. One that has its rate inside, where no schedule can reach, is `fixed`."""
 
     def rate(self) -> float | None:
         """The rate that the optimizer came with, if it has one."""
@@ -169,9 +170,10 @@ def load(name: str) -> Backend:
     try:
         module = importlib.import_module(f"samestep.backends.{name}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != name:
+        package = (error.name or "").split(".")[0]
+        if ALSO.get(package, package) != name:
             raise
-        raise BackendMissing(f"{name!r} is not installed; pip install 'samestep[{name}]'") from error
+        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{name}]'") from error
     backend: Backend = module.backend
     return backend
 
@@ -186,12 +188,14 @@ def default() -> Backend:
 
 def of_model(model: object) -> Backend:
     """The backend of a model, found from the classes it is made of."""
-    modules = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    words = {word for base in type(model).__mro__ for word in base.__module__.split(".")}  # samestep.models.jax, too
+    modules = words | {ALSO[word] for word in words if word in ALSO}
     for name in available():
         if name in modules and load(name).owns(model):
             return load(name)
     raise WrongType(
-        f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module), "
+        f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module; for jax: a flax module, or a "
+        "samestep.models.jax.Pair of a function and its parameters), "
         f"got {type(model).__module__}.{type(model).__qualname__}"
     )
 
@@ -199,6 +203,7 @@ def of_model(model: object) -> Backend:
 def of_array(array: object) -> Backend:
     """The backend of an array; NumPy arrays, which are on the host, go with the default one."""
     root = type(array).__module__.split(".")[0]
+    root = ALSO.get(root, root)
     if root in available():
         return load(root)
     if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float)):

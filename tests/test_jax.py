@@ -1,0 +1,381 @@
+"""What is particular to JAX: its forms of models, its compiled step, its threads, optax. Sameness is in conformance/."""
+
+import doctest
+import functools
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+if os.environ.get("SAMESTEP_TEST_BACKEND", "torch") != "jax":
+    pytest.skip("one framework per process: set SAMESTEP_TEST_BACKEND=jax", allow_module_level=True)
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import samestep as ss
+from samestep import draws, models
+from samestep.backends import jax as backends_jax
+from samestep.models import jax as models_jax
+from samestep.models.jax import Pair
+
+backend = backends_jax.backend
+random = np.random.default_rng(0)
+X = random.random((90, 1, 28, 28), dtype=np.float32)
+Y = random.integers(0, 10, 90)
+
+
+def fit(model, x=X, y=Y, **settings):
+    settings = {"max_epochs": 2, "batch_size": 32, "devices": 1, "progress": False} | settings
+    return ss.Trainer(**settings).fit(model, (x, y))
+
+
+def line(n=3):
+    return Pair(lambda w, x: x.reshape(len(x), -1)[:, :4] @ w["slope"], {"slope": jnp.zeros((4, n))})
+
+
+def probed(model, x=X, y=Y, loss=None, shards=2):
+    backend.probe(model, loss, x[:1], y[:1])
+    return backend.replica(model, loss, ss.cpu(), shards)
+
+
+def test_doctests():
+    for module in (models_jax, backends_jax):
+        assert doctest.testmod(module).failed == 0
+
+
+# Against references in float64
+
+
+def test_gradient_of_an_mlp_against_numpy():
+    """The backward pass written by hand, in float64. Tolerance: some hundred float32 products per sum, 1e-5 relative."""
+    w = {name: a.astype(np.float64) for name, a in models.mlp((784, 32, 10)).items()}
+    x = X[:20].reshape(20, -1).astype(np.float64)
+    pre = x @ w["dense1.weight"].T + w["dense1.bias"]
+    hidden = np.maximum(pre, 0)
+    scores = hidden @ w["dense2.weight"].T + w["dense2.bias"]
+    chances = np.exp(scores - scores.max(1, keepdims=True))
+    chances /= chances.sum(1, keepdims=True)
+    loss = -np.log(chances[np.arange(20), Y[:20]]).sum()
+    error = chances - np.eye(10)[Y[:20]]
+    back = error @ w["dense2.weight"] * (pre > 0)
+    expected = {"dense1.bias": back.sum(0), "dense1.weight": back.T @ x,
+                "dense2.bias": error.sum(0), "dense2.weight": error.T @ hidden}  # fmt: skip
+    replica = probed(models_jax.mlp((784, 32, 10), dropout=0.0))
+    vector = backend.get(replica.gradient(jnp.asarray(X[:20]), jnp.asarray(Y[:20]), key=1, shard=1))
+    assert len(vector) == replica.size
+    flat = np.concatenate([expected[name].ravel() for name in replica.layouts[0].names])
+    np.testing.assert_allclose(vector[: len(flat)], flat, rtol=1e-5, atol=1e-5)
+    hits = (scores.argmax(1) == Y[:20]).sum()
+    np.testing.assert_allclose(vector[len(flat) :], [0, loss, 0, hits], rtol=1e-6)
+
+
+def conv64(x, w, b):
+    windows = np.lib.stride_tricks.sliding_window_view(x, w.shape[2:], axis=(2, 3))
+    return np.einsum("nchwij,ocij->nohw", windows, w) + b[:, None, None]
+
+
+def pool64(x):
+    n, c, h, w = x.shape
+    return x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).mean((3, 5))
+
+
+def test_lenet_against_numpy():
+    # times 10: the chapter's weights are so small that its scores would be about 1e-5
+    w = {name: a.astype(np.float64) * 10 for name, a in models.lenet().items()}
+    x = X[:8].astype(np.float64)
+    x = pool64(np.maximum(conv64(x, w["conv1.weight"], w["conv1.bias"]), 0))
+    x = pool64(np.maximum(conv64(x, w["conv2.weight"], w["conv2.bias"]), 0)).reshape(8, -1)
+    x = np.maximum(x @ w["dense1.weight"].T + w["dense1.bias"], 0)
+    expected = x @ w["dense2.weight"].T + w["dense2.bias"]
+    model = models_jax.lenet()
+    scores = Pair(model.apply, {name: a * 10 for name, a in model.params.items()})(jnp.asarray(X[:8]))
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(scores, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models_have_the_names_and_layouts_of_every_framework(name):
+    model, weights = getattr(models_jax, name)(), getattr(models, name)()
+    tensors = backend.replica(model, None, ss.cpu(), 1).tensors()
+    assert all(tensors[key].tobytes() == weight.tobytes() for key, weight in weights.items())
+    assert all(".running_" in key or ".num_batches_tracked" in key for key in tensors.keys() - weights.keys())
+
+
+# Against a plain loop
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_parity_with_a_plain_loop_of_optax(shards):
+    """The same order of examples, one jitted step: equal to rounding after two epochs."""
+    model = models_jax.lenet_modern()
+    optimizer = optax.sgd(0.05, momentum=0.9)
+
+    @jax.jit
+    def step(params, state, x, y):
+        def loss(params):
+            return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), y).mean()
+
+        updates, state = optimizer.update(jax.grad(loss)(params), state)
+        return optax.apply_updates(params, updates), state
+
+    params, state = model.params, optimizer.init(model.params)
+    for epoch in range(2):
+        order = draws.order(0, epoch, len(X))
+        for lo in range(0, len(X), 32):
+            chosen = order[lo : lo + 32]
+            params, state = step(params, state, X[chosen], Y[chosen])
+    for settings in ({"optimizer": ss.sgd(momentum=0.9), "schedule": 0.05}, {"optimizer": optimizer}):
+        weights = fit(model, shards=shards, **settings).weights()
+        for name, start in model.params.items():
+            moved = np.abs(params[name] - start).max()
+            assert moved > 0
+            np.testing.assert_allclose(weights[name], params[name], atol=1e-4 * moved + 1e-7)
+
+
+# Forms of models
+
+
+class Dense(nn.Module):
+    """Dropout, batch norm, and both words for training."""
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dense(8)(x.reshape(len(x), -1))
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(10)(nn.Dropout(0.5, deterministic=not train)(nn.relu(x)))
+
+
+def test_a_linen_module():
+    runs = [fit(Dense(), devices=k) for k in (1, 3)]
+    assert runs[0].fingerprints == runs[1].fingerprints
+    assert {"Dense_0.kernel", "batch_stats.BatchNorm_0.mean"} <= set(runs[0].weights())
+    # the trained model is the module bound to its variables: it can be called, evaluated, and trained further
+    trained = runs[0].model
+    assert trained(jnp.asarray(X[:2]), train=False).shape == (2, 10)
+    evaluated = ss.Trainer(devices=2, batch_size=32).evaluate(trained, (X, Y))
+    assert evaluated["examples"] == 90
+    again = fit(trained)
+    assert again.recipe["initial"] == runs[0].fingerprint != again.fingerprint
+
+
+def test_a_linen_module_bound_to_variables_starts_from_them():
+    module = Dense()
+    variables = module.init(
+        {"params": jax.random.key(3), "dropout": jax.random.key(4)}, jnp.asarray(X[:1]), train=False
+    )
+    bound = fit(module.bind(variables))
+    assert bound.recipe["initial"] != fit(module).recipe["initial"]
+    mine = ss.Trainer(devices="cpu").prepare_model(module.bind(variables))
+    assert jnp.array_equal(mine.variables["params"]["Dense_0"]["kernel"], variables["params"]["Dense_0"]["kernel"])
+
+
+class Graph(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(784, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout, self.last = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x.reshape(len(x), -1))))))
+
+
+def test_an_nnx_module():
+    model = Graph(nnx.Rngs(0))
+    before = jnp.copy(model.first.kernel.get_value())
+    runs = [fit(model, devices=k) for k in (1, 3)]
+    assert runs[0].fingerprints == runs[1].fingerprints
+    assert {"first.kernel", "norm.mean"} <= set(runs[0].weights())
+    assert jnp.array_equal(model.first.kernel.get_value(), before)
+    trained = runs[0].model
+    assert np.array_equal(trained.first.kernel.get_value(), runs[0].weights()["first.kernel"])
+    assert trained(jnp.asarray(X[:2])).shape == (2, 10)
+    assert not np.array_equal(runs[0].weights()["norm.mean"], np.zeros(8))
+    assert fit(model, seed=1).fingerprint != runs[0].fingerprint
+
+
+def test_a_module_without_variables_says_what_to_do():
+    with pytest.raises(ss.SamestepError, match="has no variables yet: pass model.bind"):
+        ss.Trainer(devices="cpu").prepare_model(Dense())
+
+
+def test_a_pair_with_an_init_and_one_without():
+    def init(key, x):
+        return [jax.random.normal(key, (4, 10)) * 0.1]
+
+    def apply(params, x):
+        return x.reshape(len(x), -1)[:, :4] @ params[0]
+
+    made = fit(Pair(apply, init))
+    given = fit(Pair(apply, init(jax.random.key(0), None)))
+    assert made.fingerprints == given.fingerprints
+    assert list(made.weights()) == ["0"]
+    assert made.model(jnp.asarray(X[:3])).shape == (3, 10)
+
+
+def test_running_statistics_are_the_mean_over_examples():
+    def apply(params, state, x, train):
+        mean = x.mean()
+        return x.reshape(len(x), -1)[:, :10] * params, {"sum": state["sum"] + mean, "steps": state["steps"] + 1}
+
+    model = Pair(apply, jnp.ones(10), {"sum": jnp.zeros(()), "steps": jnp.asarray(0)})
+    weights = fit(model, max_epochs=1, batch_size=90, shards=7).weights()
+    np.testing.assert_allclose(weights["sum"], X.mean(), rtol=1e-5)
+    assert weights["steps"] == 1
+
+
+def test_average():
+    run = fit(models_jax.lenet_modern(), average=ss.swa(1))
+    assert run.average is not None
+    assert run.average_model(jnp.asarray(X[:2])).shape == (2, 10)
+
+
+# Losses
+
+
+def test_losses_of_examples_and_their_mean_agree():
+    def each(output, y):
+        return optax.softmax_cross_entropy_with_integer_labels(output, y)
+
+    runs = [fit(models_jax.lenet_modern(), loss=loss) for loss in (None, each, lambda o, y: each(o, y).mean())]
+    for run in runs[1:]:
+        for name, weight in run.weights().items():
+            np.testing.assert_allclose(weight, runs[0].weights()[name], atol=1e-6)
+
+
+def test_a_loss_of_the_wrong_length():
+    with pytest.raises(ss.SamestepError, match="one value per example"):
+        fit(line(), loss=lambda output, y: output.reshape(-1))
+
+
+# Errors
+
+
+def test_labels_out_of_range():
+    with pytest.raises(ss.SamestepError, match="labels must be from 0 to 2, as the model gives 3 scores"):
+        fit(line())
+
+
+def test_nan_names_step_and_shard():
+    x = X.copy()
+    x[draws.order(0, 0, 90)[32 + 31]] = np.nan  # the last example of the second batch
+    with pytest.raises(ss.SamestepError, match="at step 1, shard 7"):
+        fit(line(10), x=x, max_epochs=1)
+
+
+def test_other_types_are_named():
+    with pytest.raises(ss.SamestepError, match="float64 and the model float32"):
+        fit(line(10), x=X.astype(np.float64))
+    with pytest.raises(ss.SamestepError, match="has no parameters to train"):
+        fit(Pair(lambda params, x: x, {}))
+    with pytest.raises(ss.SamestepError, match="beyond 32 bits"):
+        ss.put(np.array([2**40]), "cpu", backend="jax")
+    with pytest.raises(ss.SamestepError, match="Pair of a function and its parameters"):
+        ss.Trainer().fit(object(), (X, Y))
+
+
+# optax
+
+
+def test_a_function_of_the_rate_follows_the_schedule():
+    schedule = optax.cosine_decay_schedule(0.05, 6)
+    theirs = fit(line(10), optimizer=optax.sgd(schedule))
+    ours = fit(line(10), optimizer=optax.sgd, schedule=schedule)
+    injected = fit(line(10), optimizer=optax.inject_hyperparams(optax.sgd)(0.7), schedule=schedule)
+    for run in (ours, injected):
+        np.testing.assert_allclose(run.weights()["slope"], theirs.weights()["slope"], rtol=1e-5)
+    assert ours.history[-1]["lr"] == pytest.approx(float(schedule(5)))
+    assert theirs.history[-1]["lr"] == 1.0
+
+
+def test_an_injected_rate_is_the_default():
+    run = fit(line(10), optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.25))
+    assert run.history[0]["lr"] == 0.25
+
+
+def test_a_schedule_for_a_transformation_that_has_its_rate_inside_is_an_error():
+    with pytest.raises(ss.SamestepError, match="has its rate inside"):
+        fit(line(10), optimizer=optax.adam(0.1), schedule=0.1)
+
+
+def test_optax_is_the_same_on_any_number_of_devices():
+    make = functools.partial(optax.adamw, weight_decay=0.1)
+    runs = [fit(models_jax.mlp((784, 32, 10)), optimizer=make, schedule=0.01, devices=k) for k in (1, 2, 5)]
+    assert runs[0].fingerprints == runs[1].fingerprints == runs[2].fingerprints
+    assert runs[0].recipe == runs[1].recipe
+    other = fit(models_jax.mlp((784, 32, 10)), optimizer=optax.adam, schedule=0.01)
+    assert other.recipe["optimizer"] != runs[0].recipe["optimizer"]
+
+
+# Devices
+
+
+def test_device_functions():
+    array = jnp.ones(3)
+    assert ss.put(array, "cpu") is array
+    assert ss.device_of(array) == ss.cpu()
+    assert isinstance(ss.put(np.ones(3, np.float32), "cpu"), jax.Array)
+    assert isinstance(ss.get(array), np.ndarray)
+    assert backend.devices()[0] == ss.cpu()
+    total, used = backend.memory(ss.cpu())
+    assert 0 < used < total
+    if ss.num_gpus() == 0:
+        assert ss.try_gpu() == ss.cpu()
+        with pytest.raises(ss.SamestepError, match="device cuda:0 is not there: jax sees cpu"):
+            ss.put(array, "cuda")
+
+
+@pytest.mark.parametrize("how", ["tree", "gather", "ring", "sharded"])
+def test_allreduce(how):
+    arrays = [jnp.full((2, 3), float(i)) for i in range(1, 4)]
+    sums = ss.allreduce(arrays, how)
+    assert all(np.array_equal(total, np.full((2, 3), 6.0)) for total in sums)
+    assert float(arrays[0][0, 0]) == 1.0
+
+
+def test_fingerprints_see_every_bit_and_place():
+    def of(*numbers):
+        vector = jnp.asarray(numbers, jnp.float32)
+        return backends_jax.JaxReplica(
+            (None, vector, None), None, ss.cpu(), 1, jax.devices()[0], jax.devices()[0]
+        ).fingerprint()
+
+    seen = {
+        bytes(np.asarray(of(*numbers))) for numbers in [(1, 2, 0), (2, 1, 0), (-1, -2, 0), (-1, 2, 0), (1, 2, -0.0)]
+    }
+    assert len(seen) == 5
+
+
+SCRIPT = """
+import numpy as np, samestep as ss
+from samestep.models.jax import lenet
+r = np.random.default_rng(0)
+x, y = r.random((300, 1, 28, 28), dtype=np.float32), r.integers(0, 10, 300)
+print(ss.Trainer(max_epochs=1, devices=2, progress=False).fit(lenet(), (x, y)).fingerprint)
+"""
+
+
+def test_the_pool_of_xla_has_no_way_in():
+    """In processes of their own: XLA makes its pool of threads once, by the number of cores or by PJRT_NPROC."""
+    prints = set()
+    for threads in ("1", "2", "16"):
+        env = os.environ | {"PJRT_NPROC": threads}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        prints.add(done.stdout.strip())
+    assert len(prints) == 1
+
+
+def test_nothing_of_the_run_stays_behind():
+    before = dict(os.environ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = fit(line(10))
+    assert dict(os.environ) == before
+    assert run.model.params["slope"].devices() == {jax.devices("cpu")[0]}
+    assert not backend._made

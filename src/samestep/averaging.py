@@ -67,6 +67,11 @@ class Averager:
         if self.average.kind == "swa" and t >= self._start and (t - self._start) % self._every == 0:
             self._add(1.0)
 
+    def restore(self, total: float, tensors: Any) -> None:
+        """Go on from the average that a checkpoint holds."""
+        self.total = total
+        self.vectors = self.replica.vectors_from(tensors) if tensors else []
+
     def _add(self, weight: float) -> None:
         if weight == 0:
             return

@@ -1,4 +1,7 @@
-"""The command `samestep`: train, schedule, devices, data. Bad input is one line on standard error and exit status 2."""
+"""The command `samestep`: train, diff, export, schedule, devices, data.
+
+Bad input is one line on standard error and exit status 2.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from samestep import __version__
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
+from samestep.processes import MEET, launch
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console(highlight=False, soft_wrap=True)
@@ -59,6 +63,13 @@ def train(
     run_dir: Annotated[
         str | None, typer.Option(help="Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")
     ] = None,
+    checkpoint_every: Annotated[
+        str | None, typer.Option(help="Steps, or such as '1 epoch' or '30 s'  [1 epoch]")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, never, or a checkpoint or run folder to go on from  [auto]")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="Start so many processes on this machine  [1]")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress")] = False,
 ) -> None:
     """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
@@ -71,7 +82,10 @@ def train(
         "schedule": schedule if lr is None else lr,
         "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
         "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
+        "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
     }  # fmt: skip
+    if processes is not None and whole("", "--processes", processes, 1) > 1 and MEET not in os.environ:
+        raise typer.Exit(launch([sys.executable, "-m", "samestep", *sys.argv[1:]], processes))
     given = {name: value for name, value in settings.items() if value is not None}
     if script is not None:
         for option, value in (("--model", model), ("--momentum", momentum)):
@@ -101,6 +115,8 @@ def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
     from samestep.models import torch as models
 
     run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
+    if run.rank:
+        return  # the first process speaks for all
     last, seconds = run.history[-1], [row["seconds"] for row in run.history]
     out.print(
         f"test accuracy {last['test_accuracy']:.4f}, {sum(seconds) / len(seconds):.2f} s/epoch, "
@@ -120,6 +136,34 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint")],
+    b: Annotated[Path, typer.Argument(help="Another")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
+) -> None:
+    """The first step, shard and tensor at which two runs differ, and why. Exit status 1 if they do."""
+    from samestep import diff as module
+
+    found = module.compare(a, b)
+    print(module.to_json(found) if as_json else module.describe(found))
+    raise typer.Exit(0 if found.same else 1)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint")],
+    target: Annotated[Path, typer.Argument(help="The safetensors file to write")],
+    best: Annotated[bool, typer.Option("--best", help="Of a run: its best checkpoint, not its last weights")] = False,
+    average: Annotated[bool, typer.Option("--average", help="The averaged weights")] = False,
+) -> None:
+    """Write weights as a plain safetensors file, with the names that the framework gives them."""
+    from samestep.run import export as write
+
+    step = write(source, target, best, average)
+    out.print(f"{target}: the weights {'at the end' if step is None else f'after step {step}'}", markup=False)
 
 
 @app.command()

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import DevicesDiffer, Invalid, WrongType
+from samestep.shards import cut
 
 if TYPE_CHECKING:
     from samestep.backends import Backend
+    from samestep.processes import Place
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,16 @@ def same_device(**arrays: Any) -> Device:
     return first
 
 
-def resolve(asked: Any, shards: int, backend: Backend) -> list[Device]:
-    """The device of every replica, from what a user writes: "auto", a count, a name, or a list of names."""
+def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = None) -> list[Device]:
+    """The device of every replica, from what a user writes: "auto", a count, a name, or a list of names.
+
+    Several processes on one host share its GPUs: "auto" and a count mean those of this process.
+    """
     there = backend.devices()
     gpus = [device for device in there if device.kind == "cuda"]
+    if gpus and place and place.local_size > 1:
+        lo, hi = cut(len(gpus), place.local_size)[place.local_rank]
+        gpus = gpus[lo:hi] or [gpus[place.local_rank % len(gpus)]]
     if isinstance(asked, bool):
         raise WrongType(f"devices must be 'auto', a count, a name or a list of names, got {asked!r}")
     if isinstance(asked, str) and asked == "auto":

@@ -43,3 +43,7 @@ class OutOfMemory(SamestepError, MemoryError):
 
 class ReplicasDiffer(SamestepError, RuntimeError):
     """Replicas that must be equal to the bit are not: the guarantee of samestep is broken."""
+
+
+class ProcessFailed(SamestepError, RuntimeError):
+    """Another process of the run failed, was lost or does not answer."""

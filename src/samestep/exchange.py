@@ -2,7 +2,8 @@
 
 `exchange` is the one that a training step uses: devices hand on their parts, and every slice of the vector is summed along
 the tree by the device that owns it, so that no device is a bottleneck and no bytes move that a ring would not move.
-`allreduce` sums one array per device, in the chapter's way and in three others, to teach with and to compare.
+`across` does the same between processes. `allreduce` sums one array per device, in the chapter's way and in three others, to
+teach with and to compare.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from samestep.shards import Fold, Span, cut
 
 if TYPE_CHECKING:
     from samestep.backends import Array, Backend, Vector
+    from samestep.processes import World
 
+CHUNK = 1 << 19  # numbers of a slice that are sent at once: while some are added, others travel
 WAYS = ("tree", "gather", "ring", "sharded")
 
 
@@ -45,6 +48,51 @@ def exchange(
 
     summed = backend.map([partial(own, lo, hi, device) for (lo, hi), device in zip(slices, devices, strict=True)])
     return backend.map([partial(gather, device) for device in devices])
+
+
+def across(
+    world: World, backend: Backend, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, memory: Vector
+) -> Vector:
+    """From the parts that this process holds, and those that the others hold, the sum over all n shards.
+
+    held[q] says which parts process q holds. Process q sums slice q along the tree; then every process gathers the slices.
+    The sum replaces the first part, in its memory; that of a process without parts goes to `memory`.
+    """
+    mine = list(parts.values())
+    total = mine[0] if mine else memory
+    others = [q for q in range(world.size) if q != world.rank]
+
+    def send(a: int, b: int) -> tuple[list[Span], dict[Span, Vector], Any]:
+        slices = [(a + lo, a + hi) for lo, hi in cut(b - a, world.size)]
+        own = slices[world.rank][1] - slices[world.rank][0]
+        incoming = {q: [world.empty(own, memory) for _ in held[q]] for q in others if own}
+        sends = [(q, part[slice(*slices[q])]) for q in others for part in mine if slices[q][0] < slices[q][1]]
+        works = world.swap(sends, [(q, memory) for q, memories in incoming.items() for memory in memories])
+        spans = {span: v for q, memories in incoming.items() for span, v in zip(held[q], memories, strict=True)}
+        return slices, spans, works
+
+    def add(slices: list[Span], incoming: dict[Span, Vector], works: Any) -> Any:
+        world.wait(works)
+        lo, hi = slices[world.rank]
+        if lo < hi:
+            fold: Fold[Vector] = Fold(n, backend.add)
+            for span, part in parts.items():
+                fold.add(span, part[lo:hi])
+            for span, part in incoming.items():
+                fold.add(span, part)
+            backend.assign(total[lo:hi], fold.total())
+        gathers = [(q, total[slice(*slices[q])]) for q in others if slices[q][0] < slices[q][1]]
+        return world.swap([(q, total[lo:hi]) for q in others if lo < hi], gathers)
+
+    chunks = [(a, min(a + CHUNK * world.size, len(total))) for a in range(0, len(total), CHUNK * world.size)]
+    begun, ends = [send(*chunk) for chunk in chunks[:2]], []
+    for i in range(len(chunks)):
+        ends.append(add(*begun[i]))
+        if i + 2 < len(chunks):
+            begun.append(send(*chunks[i + 2]))
+    for works in ends:
+        world.wait(works)
+    return total
 
 
 def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:

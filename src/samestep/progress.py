@@ -61,6 +61,10 @@ class Display:
             self.bar.start()
         self._since = time.perf_counter()
 
+    def _resume(self, event: Event) -> None:
+        self._start(event)
+        self.console.print(f"going on after step {event['step']}")
+
     def _steps(self, event: Event) -> None:
         now = time.perf_counter()
         count = sum(event["examples"])

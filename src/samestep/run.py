@@ -1,16 +1,19 @@
 """What a fit leaves behind: its history, fingerprints and weights, in memory and in a run folder.
 
 recipe.json          all that decides the result
-events.jsonl         one JSON object a line: start, steps (loss of every shard, fingerprint after every step), epoch, end
+events.jsonl         one JSON object a line: start, resume, steps (losses of shards, fingerprint after every step), epoch, end
+checkpoints/         what the run can be resumed from (checkpoint.py)
 weights.safetensors  the final weights, by name
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep import checkpoint
 from samestep.algebra import Schedule
+from samestep.checkpoint import Checkpoint, Writer
+from samestep.checks import show
 from samestep.errors import Invalid
 
 Tensors = dict[str, NDArray[Any]]
@@ -54,6 +60,8 @@ class Run:
     schedule: Schedule | None = field(default=None, repr=False)  # that was applied, in steps, if it is one
     average: Tensors | None = field(default=None, repr=False)  # the averaged weights by name, if asked for
     average_metrics: dict[str, float | None] | None = None
+    rank: int = 0  # of this process; all processes of a run end with the same result
+    resumed: int | None = None  # the step that this fit went on from, if it did
     _tensors: Tensors = field(default_factory=dict, repr=False)
     _model: Callable[[], Any] | None = field(default=None, repr=False)
     _average_model: Callable[[], Any] | None = field(default=None, repr=False)
@@ -78,6 +86,19 @@ class Run:
             raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")
         return self._average_model()
 
+    def replay(self, events: Iterable[Event]) -> None:
+        """Take in what a log tells."""
+        for event in events:
+            kind, rest = event["event"], {name: value for name, value in event.items() if name != "event"}
+            if kind in ("start", "resume"):
+                self.devices = event["devices"]
+            elif kind == "steps":
+                self.fingerprints += event["fingerprint"]
+            elif kind == "epoch":
+                self.history.append(rest)
+            elif kind == "end":
+                self.fingerprint = event["fingerprint"]
+
     @staticmethod
     def load(folder: str | Path) -> Run:
         """Read a finished run back from its folder."""
@@ -92,7 +113,7 @@ class Run:
             name = "recipe.json"
             recipe = json.loads((folder / name).read_text())
             name = "events.jsonl"
-            events = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+            log = list(events((folder / name).read_bytes()))
             name = "weights.safetensors"
             tensors = load_file(folder / name)
             name = "average.safetensors"
@@ -100,78 +121,220 @@ class Run:
         except (ValueError, SafetensorError) as error:
             raise Invalid(f"{folder / name} is damaged: {error}") from error
         run = Run(recipe, [], folder=folder, average=average, _tensors=tensors)
-        for event in events:
-            kind = event.pop("event")
-            if kind == "start":
-                run.devices = event["devices"]
-            elif kind == "steps":
-                run.fingerprints += event["fingerprint"]
-            elif kind == "epoch":
-                run.history.append(event)
-            elif kind == "end":
-                run.fingerprint = event["fingerprint"]
+        run.replay(log)
         if fingerprint(tensors) != run.fingerprint:
             raise Invalid(f"{folder / 'weights.safetensors'} is damaged: its weights do not have the run's fingerprint")
         return run
 
 
-class RunFolder:
-    """Writes a run folder while a fit goes on."""
+def events(log: bytes) -> Iterator[Event]:
+    """The events of a log. A last line without an end, on which the run was killed, is left out."""
+    lines = log.split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            yield dict(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number}: {error}") from error
 
-    def __init__(self, path: str | os.PathLike[str], recipe: dict[str, Any]) -> None:
-        self.path = Path(path)
-        if os.path.exists(self.path / "recipe.json"):
-            raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
-        self._made: list[Path] = []
+
+def chain(prints: Iterable[str]) -> str:
+    """One hash for the fingerprints of all steps up to now."""
+    return hashlib.sha256("".join(prints).encode()).hexdigest()
+
+
+IMMATERIAL = ("max_epochs",)  # what comes later does not change the steps before it
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any], besides: Iterable[str] = IMMATERIAL) -> list[str]:
+    """What tells one recipe from another, a line each.
+
+    >>> differences({"seed": 0, "shards": 8}, {"seed": 1, "shards": 8})
+    ['seed is 0, was 1']
+    """
+    names = [name for name in {**theirs, **ours} if name not in besides]
+    return [f"{name} is {show(ours.get(name))}, was {show(theirs.get(name))}"
+            for name in names if ours.get(name) != theirs.get(name)]  # fmt: skip
+
+
+def export(source: Path, target: Path, best: bool = False, average: bool = False) -> int | None:
+    """Write the weights of a run or of a checkpoint as a plain safetensors file; returns the step, or None for the end."""
+    from safetensors.numpy import load_file, save
+
+    if os.path.isdir(source):
+        files = checkpoint.paths(source)
+        final = source / ("average.safetensors" if average else "weights.safetensors")
+        if best:
+            judged = {file: value for file in files if (value := checkpoint.metric(file)) is not None}
+            files = [min(judged, key=lambda file: (judged[file], file))] if judged else []
+        elif final.exists():
+            checkpoint.write(target, [save(load_file(final))])
+            return None
+        if not files:
+            raise Invalid(
+                f"{source} has no {'checkpoint of the end of an epoch' if best else 'weights and no checkpoint'}"
+            )
+        source = files[-1]
+    found = checkpoint.read(source)
+    tensors = found.group("average" if average else "model")
+    if not tensors:
+        raise Invalid(f"{source} has no averaged weights")
+    checkpoint.write(target, [save(tensors)])
+    return found.step
+
+
+class RunFolder:
+    """Writes a run folder while a fit goes on; finds out what of it is there already."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0
+    ) -> None:
+        self.path, self._made = Path(path), list[Path]()
         self._begun = False
+        self.checkpoint: Checkpoint | None = None  # to go on from
+        self.log = b""  # the events that belong to it
         try:
             for folder in [self.path, *self.path.parents]:
                 if os.path.exists(folder):
                     break
                 self._made.append(folder)
             self.path.mkdir(parents=True, exist_ok=True)
-            _write(self.path / "recipe.json", json.dumps(recipe, indent=2).encode() + b"\n")
-            self._events = open(self.path / "events.jsonl", "w")  # noqa: SIM115 - open for as long as the fit lasts
+            self._lock = open(self.path / "lock", "a")  # noqa: SIM115 - held for as long as the fit lasts
         except OSError as error:
-            for name in ("recipe.json", "recipe.json.tmp"):  # no run was there before: these are ours
+            self._remove()
+            raise self._unwritable(error) from error
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Invalid(f"another run is going on in {self.path}: choose another run_dir, or wait") from None
+            self._find(recipe, resume, last)
+            if not self.checkpoint:  # a run that got nowhere may have been there
+                for old in ("weights.safetensors", "average.safetensors"):
+                    (self.path / old).unlink(missing_ok=True)
+            checkpoint.write(self.path / "recipe.json", [json.dumps(recipe, indent=2).encode() + b"\n"])
+            self._begun = self.checkpoint is not None
+            self._events = open(self.path / "events.jsonl", "ab")  # noqa: SIM115
+            if self._events.tell() != len(self.log) or (self.path / "events.jsonl").read_bytes() != self.log:
+                self._events.truncate(0)
+                self._events.write(self.log)
+                self._events.flush()
+        except OSError as error:
+            self._lock.close()
+            for name in ("recipe.json.tmp", *([] if self._begun else ["recipe.json", "lock"])):
                 with suppress(OSError):
                     (self.path / name).unlink()
             self._remove()
-            reason = error.strerror or str(error)
+            raise self._unwritable(error) from error
+        except BaseException:
+            self._lock.close()
+            raise
+        for newer in checkpoint.paths(self.path):  # damaged, or about to be made again
+            if not self.checkpoint or newer > checkpoint.path_of(self.path, self.checkpoint.step):
+                newer.unlink()
+        self.writer = Writer(self.path, keep, self._sync)
+
+    def _unwritable(self, error: OSError) -> Invalid:
+        return Invalid(
+            f"run folder {self.path} cannot be written to: {error.strerror or error}; pass another run_dir, or None"
+        )
+
+    def _find(self, recipe: dict[str, Any], resume: Any, last: int) -> None:
+        """Look for the checkpoint to go on from: the newest one that is whole."""
+        there = self.path / "recipe.json"
+        if resume not in ("auto", False):  # a checkpoint, or a run folder
+            given = Path(resume)
+            files = checkpoint.paths(given) if given.is_dir() else [given]
+            home = given if given.is_dir() else given.parent.parent
+            if there.exists() and not (home.exists() and home.samefile(self.path)):
+                raise Invalid(
+                    f"run folder {self.path} already holds another run than {home}: choose another, or delete it"
+                )
+            self._take(files, recipe, (*IMMATERIAL, "initial"), last)
+            if not self.checkpoint:
+                raise Invalid(f"resume: {given} has no checkpoint that can be used")
+            return
+        if not there.exists():
+            return
+        if resume is False:
+            raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
+        try:
+            old = json.loads(there.read_text())
+        except ValueError as error:
+            raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
+        self._check(recipe, old, self.path, IMMATERIAL)
+        self._take(checkpoint.paths(self.path), recipe, IMMATERIAL, last)
+        if not self.checkpoint and (self.path / "weights.safetensors").exists():
             raise Invalid(
-                f"run folder {self.path} cannot be written to: {reason}; pass another run_dir, or None"
-            ) from error
+                f"run folder {self.path} holds a finished run without a checkpoint: choose another, or delete it"
+            )
+
+    def _check(self, recipe: dict[str, Any], old: dict[str, Any], where: Path, besides: Iterable[str]) -> None:
+        found = differences(recipe, old, besides)
+        if found:
+            hint = (
+                "; the model starts from other weights: seed it before it is made" if "initial is" in found[0] else ""
+            )
+            raise Invalid(
+                f"{where} holds a run of another recipe ({'; '.join(found)}): choose another run_dir, or delete it{hint}"
+            )
+
+    def _take(self, files: list[Path], recipe: dict[str, Any], besides: Iterable[str], last: int) -> None:
+        for file in reversed(files):
+            try:
+                found = checkpoint.read(file)
+                log = (file.parent.parent / "events.jsonl").read_bytes()[: found.about["events"]]
+                prints = [p for event in events(log) if event["event"] == "steps" for p in event["fingerprint"]]
+                if len(prints) != found.step or chain(prints) != found.about["chain"]:
+                    raise Invalid(f"{file.parent.parent / 'events.jsonl'} does not go with it")
+            except (OSError, ValueError) as error:
+                warnings.warn(f"checkpoint {file} cannot be used, the one before it is: {error}", stacklevel=5)
+                continue
+            self._check(recipe, found.about["recipe"], file.parent.parent, besides)
+            if found.step > last:
+                raise Invalid(
+                    f"{file.parent.parent} holds this run up to step {found.step}, and max_epochs={recipe['max_epochs']} "
+                    f"ends at step {last}: raise max_epochs, or choose another run_dir"
+                )
+            self.checkpoint, self.log = found, log
+            return
 
     def __call__(self, event: Event) -> None:
-        self._events.write(json.dumps(event) + "\n")
-        if event["event"] != "start":
-            self._begun = True
-            self._events.flush()
+        try:
+            self._events.write(json.dumps(event).encode() + b"\n")
+            if event["event"] != "start":
+                self._begun = True
+                self._events.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def save(self, about: dict[str, Any], tensors: Tensors) -> None:
+        """Have a checkpoint written, of which the log up to now is a part."""
+        self._events.flush()
+        self.writer.submit({**about, "events": self._events.tell()}, tensors)
+
+    def _sync(self) -> None:
+        os.fsync(self._events.fileno())
 
     def weights(self, tensors: Tensors, name: str = "weights.safetensors") -> None:
         from safetensors.numpy import save
 
-        _write(self.path / name, save(tensors))
+        try:
+            checkpoint.write(self.path / name, [save(tensors)])
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self, failed: bool) -> None:
         """End the run folder. A fit that failed before anything was learned from it leaves nothing behind."""
-        self._events.close()
+        self.writer.close()
+        with suppress(OSError):  # a full disk has been told of already
+            self._events.close()
         if failed and not self._begun:
-            (self.path / "events.jsonl").unlink()
-            (self.path / "recipe.json").unlink()
+            for name in ("events.jsonl", "recipe.json", "lock"):
+                (self.path / name).unlink()
             self._remove()
+        self._lock.close()
 
     def _remove(self) -> None:
         for folder in self._made:
             with suppress(OSError):  # not made, or not empty
                 folder.rmdir()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

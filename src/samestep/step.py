@@ -7,16 +7,21 @@ x     = optimizer(x, G / B, lr)      the same on every replica
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from samestep import draws
-from samestep.exchange import exchange
-from samestep.shards import Fold, Span, cut
+from samestep.errors import Invalid
+from samestep.exchange import across, exchange
+from samestep.processes import Alone, World
+from samestep.shards import Fold, Span, cut, parts
 
 if TYPE_CHECKING:
     from samestep.backends import Backend, Replica, Updater, Vector
@@ -41,9 +46,18 @@ class FlatUpdater:
         parameters, self.state = self.optimizer.update(self.replica.parameters, gradient, self.state, lr, t, z)
         self.replica.assign(parameters)
 
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        named = {slot: self.replica.named(vector) for slot, vector in self.state.items()}
+        return {f"{slot}:{name}": tensor for slot, tensors in named.items() for name, tensor in tensors.items()}
+
+    def load(self, tensors: dict[str, NDArray[Any]]) -> None:
+        for slot in self.state:
+            mine = {name.partition(":")[2]: t for name, t in tensors.items() if name.startswith(f"{slot}:")}
+            self.state[slot] = self.replica.flat(mine)
+
 
 class Group:
-    """The replicas of a run, each with its optimizer."""
+    """The replicas of a run, each with its optimizer: those of this process, and what is known of those of others."""
 
     def __init__(
         self,
@@ -53,10 +67,30 @@ class Group:
         shards: int,
         clip: float = 0.0,
         seed: int = 0,
+        world: World | None = None,
     ) -> None:
         self.backend, self.replicas = backend, list(replicas)
+        self.world: World = world or Alone()
+        counts = [int(text) for text in self.world.collect(str(len(self.replicas)).encode())]
+        self.hosts = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of the group in each process
+        self.size = self.hosts[-1][1]
+        if self.size > shards:
+            raise Invalid(
+                f"{self.world.size} processes with {self.size} devices in all need at least {self.size} shards, got "
+                f"shards={shards}: raise shards or use fewer"
+            )
+        self._sender = ThreadPoolExecutor(1, "samestep-exchange") if self.world.size > 1 else None
         self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
         self.noisy = bool(getattr(optimizer, "noisy", False))
+
+    @cached_property
+    def memory(self) -> Vector:
+        """Where the sum over all processes is put together: the same memory in every step."""
+        return self.world.empty(self.replicas[0].size, self.replicas[0].parameters)
+
+    def mine(self, n: int) -> list[range]:
+        """Which of n shards each replica of this process computes."""
+        return [range(lo, hi) for lo, hi in cut(n, self.size)[slice(*self.hosts[self.world.rank])]]
 
     @cached_property
     def updaters(self) -> list[Updater]:
@@ -73,18 +107,32 @@ class Group:
         Returns [loss of each shard | hits of each shard], on a device.
         """
         n, examples = len(spans), spans[-1][1] - spans[0][0]
-        folds: list[Fold[Vector]] = [Fold(n, self.backend.add) for _ in self.replicas]
+        step = Step(self, n)
 
-        def compute(replica: Replica, fold: Fold[Vector], shard: int) -> None:
+        def compute(replica: Replica, i: int, shard: int) -> None:
             x, y = pass_.shard(spans[shard], replica.device)
-            fold.add((shard, shard + 1), replica.gradient(x, y, keys[shard], shard))
+            if self._sender and len(step.bands) > 1:
+                replica.gradient(x, y, keys[shard], shard, partial(step.deliver, i, shard))
+            else:
+                step.deliver(i, shard, 0, replica.gradient(x, y, keys[shard], shard))
 
-        tasks = []
-        for (lo, hi), replica, fold in zip(cut(n, len(self.replicas)), self.replicas, folds, strict=True):
-            tasks += [partial(compute, replica, fold, shard) for shard in range(lo, hi)]
-        self.backend.map(tasks)
-        devices = [replica.device for replica in self.replicas]
-        totals = exchange(self.backend, [fold.parts for fold in folds], n, devices, self.replicas[0].size)
+        tasks = [
+            partial(compute, self.replicas[i], i, shard) for i, shards in enumerate(step.shards) for shard in shards
+        ]
+        if self._sender:
+            sending = self._sender.submit(step.send)
+            try:
+                self.backend.map(tasks)
+            except BaseException:
+                step.give_up()
+                raise
+            total = sending.result()  # waits for the other processes
+            totals = [self.backend.place(total, replica.device) for replica in self.replicas]
+        else:
+            self.backend.map(tasks)
+            devices = [replica.device for replica in self.replicas]
+            held = [bands[0].parts for bands in step.folds]
+            totals = exchange(self.backend, held, n, devices, self.replicas[0].size)
         z = self._noise(t) if self.noisy else None
         self.backend.map([partial(self._update, i, total, examples, lr, t, z) for i, total in enumerate(totals)])
         return self.backend.concat([totals[0][-2 * self.shards :]])  # a copy: the rest of the vector is let go
@@ -108,14 +156,80 @@ class Group:
             x, y = pass_.shard(spans[shard], replica.device)
             return replica.evaluate(x, y, keys[shard])
 
-        tasks = []
-        for (lo, hi), replica in zip(cut(len(spans), len(self.replicas)), self.replicas, strict=True):
-            tasks += [partial(compute, replica, shard) for shard in range(lo, hi)]
-        rows = self.backend.map(tasks)
-        home = self.replicas[0].device
-        table: Any = self.backend.get(self.backend.concat([self.backend.place(row, home) for row in rows]))
-        return np.asarray(table, np.float64).reshape(-1, 2)
+        shares = zip(self.replicas, self.mine(len(spans)), strict=True)
+        tasks = [partial(compute, replica, shard) for replica, shards in shares for shard in shards]
+        rows, home = self.backend.map(tasks), self.replicas[0].device
+        table: Any = (
+            self.backend.get(self.backend.concat([self.backend.place(row, home) for row in rows]))
+            if rows
+            else np.empty(0)
+        )
+        everybody = self.world.collect(np.asarray(table, np.float64).tobytes())
+        return np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)
 
-    def fingerprints(self) -> list[Vector]:
-        """The fingerprint of every replica."""
-        return self.backend.map([replica.fingerprint for replica in self.replicas])
+    def fingerprints(self) -> list[int]:
+        """The fingerprint of every replica of the group. This waits."""
+        values = self.backend.map([replica.fingerprint for replica in self.replicas])
+        mine = b"".join(self.backend.get(value).tobytes() for value in values)
+        return [int(value) for value in np.frombuffer(b"".join(self.world.collect(mine)), np.uint64)]
+
+    def close(self) -> None:
+        if self._sender:
+            self._sender.shutdown(wait=False, cancel_futures=True)
+
+
+class Step:
+    """The sums of one step while it is computed, band by band.
+
+    A band is a range of the vector. In a run of several processes a band is sent as soon as the last shard of this process
+    has produced it, while the backward pass still computes the others: last layers first, in one order in all processes.
+    """
+
+    def __init__(self, group: Group, n: int) -> None:
+        self.group, self.n = group, n
+        first = group.replicas[0]
+        self.bands = first.bands if group.world.size > 1 else [(0, first.size)]
+        self.shards, share = group.mine(n), cut(n, group.size)
+        self.held = [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in group.hosts]
+        self.folds: list[list[Fold[Vector]]] = [[Fold(n, group.backend.add) for _ in self.bands] for _ in self.shards]
+        self._missing = [sum(map(len, self.shards))] * len(self.bands)
+        self._ready = [threading.Event() for _ in self.bands]
+        self._lock = threading.Lock()
+        self._given_up = False
+        if not self._missing[0]:
+            self._all_ready()
+
+    def deliver(self, i: int, shard: int, band: int, vector: Vector) -> None:
+        """Add a band of a shard that replica i has computed."""
+        self.folds[i][band].add((shard, shard + 1), vector)
+        with self._lock:
+            self._missing[band] -= 1
+            if not self._missing[band]:
+                self._ready[band].set()
+
+    def send(self) -> Vector:
+        """Exchange every band with the other processes once it is ready; the sum over all shards of all processes."""
+        group = self.group
+        for band, (lo, hi) in enumerate(self.bands):
+            self._ready[band].wait()
+            if self._given_up:
+                break
+            local: Fold[Vector] = Fold(self.n, group.backend.add)
+            for bands in self.folds:
+                for span, vector in bands[band].parts.items():
+                    local.add(span, group.world.bring(vector))
+            held = dict(sorted(local.parts.items()))
+            total = across(group.world, group.backend, held, self.held, self.n, group.memory[lo:hi])
+            if len(self.bands) == 1:
+                return total
+            group.backend.assign(group.memory[lo:hi], total)
+        return group.memory
+
+    def give_up(self) -> None:
+        """A shard failed: what is not ready will not come."""
+        self._given_up = True
+        self._all_ready()
+
+    def _all_ready(self) -> None:
+        for event in self._ready:
+            event.set()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from samestep import backends, draws
 from samestep.averaging import Average
 from samestep.backends import Backend
+from samestep.checkpoint import parse
 from samestep.checks import whole
 from samestep.data import Data
-from samestep.devices import resolve
+from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.fit import Fit, evaluate, feed_of, probe
 from samestep.optimizers import sgd
+from samestep.processes import World, find
 from samestep.rates import check_schedule, rate
 from samestep.run import Run
 from samestep.step import Group
@@ -40,12 +43,16 @@ class Trainer:
     seed               decides the order of examples and all noise
     average            samestep.swa(...) or samestep.path_average(): an average over the path of the weights as well
     run_dir            the folder to write the run to; None writes nothing
+    checkpoint_every   a number of steps, or such as "1 epoch" or "30 s"; None writes no checkpoints
+    keep_checkpoints   so many of the last ones are kept, and the best one (the lowest test loss at the end of an epoch)
+    resume             "auto": go on where run_dir holds a checkpoint of this recipe; False: never; or a path to go on from
     progress           show progress; None: if standard error is a terminal
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, or their mean; None: softmax cross-entropy
     sampling           "without_replacement", or "with_replacement"
     capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
+    timeout            with several processes, after how many seconds without an answer one is given up
     num_gpus           the chapters' name for `devices`: so many GPUs (or replicas on the CPU, if there is none), 0 for the CPU
     """
 
@@ -60,12 +67,16 @@ class Trainer:
     seed: int = 0
     average: Average | None = None
     run_dir: str | os.PathLike[str] | None = None
+    checkpoint_every: int | str | None = "1 epoch"
+    keep_checkpoints: int = 3
+    resume: str | os.PathLike[str] | bool = "auto"
     progress: bool | None = None
     threads_per_shard: int = 1
     loss: Callable[[Any, Any], Any] | None = None
     sampling: str = "without_replacement"
     capture: bool = True
     deterministic: bool = True
+    timeout: float = 300.0
     num_gpus: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,7 +91,7 @@ class Trainer:
         if self.num_gpus is not None:
             self.num_gpus = whole("", "num_gpus", self.num_gpus)
             self.devices = self.num_gpus or "cpu"
-        for name in ("max_epochs", "batch_size", "shards", "threads_per_shard"):
+        for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
             setattr(self, name, whole("", name, getattr(self, name), 1))
         self.seed = whole("", "seed", self.seed, most=2**64 - 1)
         uncalled = getattr(self.optimizer, "__module__", None) == sgd.__module__  # samestep.sgd without its ()
@@ -97,6 +108,17 @@ class Trainer:
         self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
         if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
             raise WrongType(f"run_dir must be a path or None, got run_dir={self.run_dir!r}")
+        if self.checkpoint_every is not None:
+            parse(self.checkpoint_every)
+        if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
+            raise WrongType(f"resume must be 'auto', False or a path, got resume={self.resume!r}")
+        if self.resume not in ("auto", False) and not os.path.exists(self.resume):
+            raise Invalid(f"resume: {self.resume} is not there")
+        if self.resume not in ("auto", False) and self.run_dir is None:
+            raise Invalid("resume needs a run_dir to go on in: the folder of the run, or a new one")
+        self.timeout = rate("timeout", self.timeout)
+        if not self.timeout:
+            raise Invalid("timeout must be above 0, got timeout=0")
         if self.loss is not None and not callable(self.loss):
             raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
         if self.sampling not in draws.SAMPLINGS:
@@ -105,18 +127,29 @@ class Trainer:
     def fit(self, model: Any, data: Any) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was."""
         backend, data = backends.of_model(model), as_data(data)
-        devices = resolve(self.devices, self.shards, backend)
+        with self._session(backend) as (devices, world):
+            return Fit(self, backend, model, data, devices, world).run()
+
+    @contextmanager
+    def _session(self, backend: Backend) -> Iterator[tuple[list[Device], World]]:
+        """The devices of this process, and the other processes; an error in one of them ends all."""
+        place = find()
+        devices = resolve(self.devices, self.shards, backend, place)
         with backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
-            return Fit(self, backend, model, data, devices).run()
+            world = backend.world(place, self.timeout, devices)
+            try:
+                yield devices, world
+            except BaseException as error:
+                world.fail(error)
+                raise
 
     def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
         backend, data = backends.of_model(model), as_data(data)
-        devices = resolve(self.devices, self.shards, backend)
-        with backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
+        with self._session(backend) as (devices, world):
             examples = data.test or data.train
             shape = probe(backend, self, model, examples)
-            group = self._group(backend, model, devices)
+            group = self._group(backend, model, devices, world)
             feed = feed_of(backend, self, examples, devices, shape)
             try:
                 loss, accuracy = evaluate(self, group, feed, shape)
@@ -136,9 +169,9 @@ class Trainer:
         device = resolve(self.devices, self.shards, backend)[0]
         return backend.replica(model, self.loss, device, self.shards).model()
 
-    def _group(self, backend: Backend, model: Any, devices: Sequence[Any]) -> Group:
+    def _group(self, backend: Backend, model: Any, devices: Sequence[Any], world: World) -> Group:
         replicas = [backend.replica(model, self.loss, device, self.shards, self.capture) for device in devices]
-        return Group(backend, replicas, self.optimizer, self.shards, self.gradient_clip_val, self.seed)
+        return Group(backend, replicas, self.optimizer, self.shards, self.gradient_clip_val, self.seed, world)
 
 
 def as_data(data: Any) -> Data:

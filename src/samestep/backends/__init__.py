@@ -28,9 +28,13 @@ import numpy as np
 
 from samestep.devices import Device
 from samestep.errors import BackendMissing, WrongType
+from samestep.processes import Place, World
+from samestep.shards import Span
 
 Array = Any  # an array of the framework
 Vector = Any  # a flat vector of the framework
+Tensors = dict[str, np.ndarray[Any, Any]]  # by name, on the host
+Deliver = Callable[[int, Vector], None]  # takes the number of a band and the band
 
 # Framework → the package to ask for its version, in the order in which a default is looked for.
 FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
@@ -51,9 +55,13 @@ class Replica(Protocol):
     device: Device
     parameters: Vector  # the trainable weights; writing to it is what `assign` is for
     size: int  # of the vector that `gradient` returns
+    bands: Sequence[Span]  # ranges of it, in the order in which the backward pass is likely to finish them
 
-    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
-        """The vector described above for one shard, with noise drawn from the key."""
+    def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
+        """The vector described above for one shard, with noise drawn from the key.
+
+        Each band is handed to `deliver` as soon as it is there.
+        """
 
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
         """[loss, hits] of these examples, summed, with the model in evaluation mode."""
@@ -71,7 +79,22 @@ class Replica(Protocol):
         """The weights and the buffers of real numbers, as flat vectors."""
 
     def tensors(self, vectors: Sequence[Vector] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """Weights and buffers by name, on the host; from other vectors than this replica's own on request."""
+        """Weights and buffers by name, on the host; from other vectors than this replica's own on request.
+
+        They may share memory with the replica: copy what is to be kept.
+        """
+
+    def vectors_from(self, tensors: Tensors) -> list[Vector]:
+        """The inverse of `tensors` for its vectors, on this replica's device."""
+
+    def load(self, tensors: Tensors) -> None:
+        """Take weights and buffers by name."""
+
+    def named(self, vector: Vector) -> Tensors:
+        """A vector in the layout of `parameters` (a gradient, a momentum) by the names of the weights, on the host."""
+
+    def flat(self, named: Tensors) -> Vector:
+        """The inverse of `named`."""
 
     def model(self, vectors: Sequence[Vector] | None = None) -> Any:
         """A model of the framework with these weights, for the user."""
@@ -87,6 +110,11 @@ class Updater(Protocol):
         """The rate that the optimizer came with, if it has one."""
 
     def __call__(self, gradient: Vector, lr: float, t: int, z: Vector) -> None: ...
+    def tensors(self) -> Tensors:
+        """Its state by name, on the host; it may share memory."""
+
+    def load(self, tensors: Tensors) -> None:
+        """Take a state that `tensors` gave."""
 
 
 class Backend(Protocol):
@@ -141,6 +169,9 @@ class Backend(Protocol):
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         """The rates of the first n updates of a scheduler of the framework, which is left as it was."""
+
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        """The processes of this run; `timeout` is how many seconds one may take to answer."""
 
     def describe(self, model: Any) -> str:
         """The model in one word."""

@@ -25,11 +25,12 @@ import numpy as np
 from flax import nnx
 from jaxlib import xla_client
 
-from samestep.backends import Shape
+from samestep.backends import Shape, Tensors
 from samestep.backends.jax_replica import ById, JaxReplica, Layout, LinenForm, form_of, sum_of_losses
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.models.jax import Pair
+from samestep.processes import Alone, Place, World
 
 THREADS = "PJRT_NPROC"  # what XLA reads for the size of its pool when a client is made
 
@@ -222,6 +223,11 @@ class JaxBackend:
     def updater(self, optimizer: Any, replica: JaxReplica) -> OptaxUpdater:
         return OptaxUpdater(optimizer, replica)
 
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        if place.size > 1:
+            raise Invalid("several processes are not there yet for JAX: use several devices in one process")
+        return Alone()
+
     def rates(self, scheduler: Any, n: int) -> list[float]:
         raise WrongType(f"schedule must be a number or a function of t, as optax's are, got {type(scheduler).__name__}")
 
@@ -311,6 +317,15 @@ class OptaxUpdater:
         rate = replica.parameters.dtype.type(lr)
         parameters, self.state = self._update(replica.parameters, gradient, self.state, rate)
         replica.assign(parameters)
+
+    def tensors(self) -> Tensors:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
+        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def load(self, tensors: Tensors) -> None:
+        paths, structure = jax.tree_util.tree_flatten_with_path(self.state)
+        leaves = [tensors[jax.tree_util.keystr(path)] for path, _ in paths]
+        self.state = jax.device_put(jax.tree.unflatten(structure, leaves), self.replica.parameters.sharding)
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from samestep.backends import Deliver, Tensors
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 from samestep.models.jax import Pair, call
@@ -354,8 +355,9 @@ class JaxReplica:
         self.state = put(self.layouts[1].flatten(state))
         self.program = program(self._form, ById.wrap(loss), *self.layouts, shards, device.kind)
         self.size = len(self.parameters) + sum(map(len, self.state)) + 2 * shards
+        self.bands = [(0, self.size)]  # what is compiled gives all at once
 
-    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
+    def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
         return self.program.gradient(self.parameters, self.state, x, y, halves(key), np.int32(shard))
 
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
@@ -387,6 +389,24 @@ class JaxReplica:
         leaves = jax.tree.leaves(self.trees(vectors))
         names = [name for layout in self.layouts for name in layout.names]
         return {name: np.array(leaf) for name, leaf in zip(names, leaves, strict=True)}
+
+    def vectors_from(self, tensors: Tensors) -> list[Vector]:
+        return [self.flat(tensors), *filter(is_real, self._flattened(self.layouts[1], tensors))]
+
+    def load(self, tensors: Tensors) -> None:
+        self.parameters, self.state = self.flat(tensors), self._flattened(self.layouts[1], tensors)
+
+    def named(self, vector: Vector) -> Tensors:
+        leaves = jax.tree.leaves(self.layouts[0].unflatten([np.asarray(vector)]))
+        return dict(zip(self.layouts[0].names, leaves, strict=True))
+
+    def flat(self, named: Tensors) -> Vector:
+        return self._flattened(self.layouts[0], named)[0]
+
+    def _flattened(self, layout: Layout, tensors: Tensors) -> tuple[Vector, ...]:
+        tree = jax.tree.unflatten(layout.tree, [tensors[name] for name in layout.names])
+        vectors: tuple[Vector, ...] = jax.device_put(layout.flatten(tree), self._place)
+        return vectors
 
     def model(self, vectors: Sequence[Vector] | None = None) -> Any:
         return self._form.model(*self.trees(vectors))

@@ -19,6 +19,7 @@ from samestep.backends.torch_optimizer import TorchUpdater
 from samestep.backends.torch_replica import TorchReplica, sum_of_losses
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotDeterministic, OutOfMemory, WrongType
+from samestep.processes import Place, World, find
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -123,7 +124,10 @@ class TorchBackend:
         if devices[0].kind == "cpu":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             self._pool = ThreadPoolExecutor(
-                max(1, cores // threads), "samestep", initializer=torch.set_num_threads, initargs=(threads,)
+                max(1, cores // threads // find().local_size),
+                "samestep",
+                initializer=torch.set_num_threads,
+                initargs=(threads,),
             )
             # This thread too: the helpers of a second team would spin between its calls and take the workers' cores.
             torch.set_num_threads(1)
@@ -212,6 +216,11 @@ class TorchBackend:
         from samestep.schedulers.torch import read
 
         return read(scheduler, n)
+
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        from samestep.backends.torch_world import join
+
+        return join(place, timeout, devices)
 
     def _must_exist(self, device: Device) -> None:
         if device.kind == "cuda" and device.index >= torch.cuda.device_count():

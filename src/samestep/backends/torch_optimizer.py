@@ -13,6 +13,7 @@ from samestep.backends.torch_replica import TorchReplica
 from samestep.errors import Invalid, WrongType
 from samestep.run import fingerprint
 
+NUMBER = "#"  # at the end of a name: a plain number, not a tensor
 Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -65,6 +66,38 @@ class TorchUpdater:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+
+    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+        found: dict[str, np.ndarray[Any, Any]] = {}
+        for i, slots in self.optimizer.state_dict()["state"].items():
+            for name, slot in slots.items():
+                if isinstance(slot, torch.Tensor):
+                    found[f"{i}.{name}"] = slot.detach().cpu().numpy()
+                elif isinstance(slot, (bool, int, float)):
+                    found[f"{i}.{name}{NUMBER}"] = np.asarray(slot)
+                elif slot is not None:
+                    raise WrongType(
+                        f"the optimizer keeps a {type(slot).__name__} ({name}), which a checkpoint cannot hold: "
+                        "pass checkpoint_every=None, or another optimizer"
+                    )
+        for i, group in enumerate(self.optimizer.param_groups):  # some optimizers count there
+            found |= {f"group.{i}.{name}{NUMBER}": np.asarray(value) for name, value in group.items()
+                      if name != "lr" and isinstance(value, (bool, int, float))}  # fmt: skip
+        return found
+
+    def load(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
+        whole = self.optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for key, array in tensors.items():
+            i, _, name = key.partition(".")
+            value = array.item() if name.endswith(NUMBER) else torch.from_numpy(array.copy())
+            name = name.removesuffix(NUMBER)
+            if i == "group":
+                i, _, name = name.partition(".")
+                whole["param_groups"][int(i)][name] = value
+            else:
+                state.setdefault(int(i), {})[name] = value
+        self.optimizer.load_state_dict({**whole, "state": state})
 
 
 def _copied(given: torch.optim.Optimizer, ours: dict[int, torch.nn.Parameter]) -> torch.optim.Optimizer:

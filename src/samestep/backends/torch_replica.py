@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from samestep.backends import Deliver, Tensors
 from samestep.backends.torch_graph import Recorder
 from samestep.backends.torch_noise import Noise
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 
+BAND = 1 << 20  # numbers; bands of this size are sent while others are computed, smaller vectors as a whole
 ALIGN = 64  # bytes; every tensor begins where the framework's own allocation would, so kernels see nothing unusual
 
 
@@ -85,6 +89,7 @@ class Lane:
     modes: list[bool]
     constants: dict[str, tuple[torch.Tensor, int]]  # with the version each had at the start
     training: bool = True
+    bands: Bands | None = None  # of the shard that is being computed, if they are wanted one by one
 
     def train(self, training: bool) -> None:
         """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
@@ -92,6 +97,55 @@ class Lane:
             self.training = training
             for module, mode in zip(self.module.modules(), self.modes, strict=True):
                 module.training = training and mode
+
+
+class Bands:
+    """Hands on the bands of one shard's vector while the backward pass goes on."""
+
+    def __init__(self, replica: TorchReplica, deliver: Deliver) -> None:
+        self.replica, self.deliver = replica, deliver
+        self.vector = torch.empty(replica.size, dtype=replica.parameters.dtype, device=replica.parameters.device)
+        self._band = [next(i for i, (lo, hi) in enumerate(replica.bands) if lo <= piece.start < hi)
+                      for piece in replica.weights.pieces]  # fmt: skip
+        self._missing = set(range(len(self._band)))
+
+    def take(self, i: int, gradient: torch.Tensor | None) -> None:
+        """The gradient of parameter i is there (None: it has none)."""
+        piece, band = self.replica.weights.pieces[i], self._band[i]
+        if i in self._missing:
+            with torch.no_grad():
+                self.vector[piece.stop : piece.stop + piece.pad].zero_()
+                if gradient is None:
+                    self.vector[piece.start : piece.stop].zero_()
+                else:
+                    self.vector[piece.start : piece.stop].copy_(piece.flatten(gradient))
+            self._missing.remove(i)
+            if not any(self._band[j] == band for j in self._missing):
+                self.deliver(band, self.vector[slice(*self.replica.bands[band])])
+
+    def close(self) -> None:
+        """The backward pass is over: parameters that it did not come to have no gradient."""
+        for i in sorted(self._missing, reverse=True):
+            self.take(i, None)
+
+    def finish(self, rest: list[torch.Tensor]) -> torch.Tensor:
+        """The band after the weights."""
+        last = len(self.replica.bands) - 1
+        tail = self.vector[slice(*self.replica.bands[last])]
+        torch.cat(rest, out=tail)
+        self.deliver(last, tail)
+        return self.vector
+
+
+@contextmanager
+def watched(parameters: Sequence[torch.nn.Parameter], bands: Bands | None) -> Iterator[None]:
+    """Tell `bands` of every gradient as soon as it has been computed."""
+    hooks = [p.register_hook(functools.partial(bands.take, i)) for i, p in enumerate(parameters)] if bands else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class TorchReplica:
@@ -121,14 +175,27 @@ class TorchReplica:
         self._noise = Noise(self._place)
         self._recorder = Recorder(capture)
         self.size = len(self.parameters) + sum(len(flat.vector) for flat in self.buffers) + 2 * shards
+        self.bands = [(0, self.size)] if len(self.parameters) < 2 * BAND else self._cut()
+
+    def _cut(self) -> list[tuple[int, int]]:
+        """The weights in ranges of at least BAND numbers, last layers first, and at the end what follows the weights."""
+        edges = [len(self.parameters)]
+        for piece in reversed(self.weights.pieces):
+            if edges[-1] - piece.start >= BAND or not piece.start:
+                edges.append(piece.start)
+        return [*((lo, hi) for hi, lo in itertools.pairwise(edges)), (len(self.parameters), self.size)]
 
     # One shard
 
-    def gradient(self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int) -> torch.Tensor:
+    def gradient(
+        self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int, deliver: Deliver | None = None
+    ) -> torch.Tensor:
         lane = self._lane(training=True)
+        lane.bands = Bands(self, deliver) if deliver else None
         zeros, last = self._zeros, self.shards - 1 - shard
         *vector, loss, right = self._compute(lane, x, y, key)
-        return torch.cat([*vector, zeros[:shard], loss, zeros[:last], zeros[:shard], right, zeros[:last]])
+        vector += [zeros[:shard], loss, zeros[:last], zeros[:shard], right, zeros[:last]]
+        return lane.bands.finish(vector) if lane.bands else torch.cat(vector)
 
     def _compute(self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int) -> tuple[torch.Tensor, ...]:
         """The pieces of a shard's vector, in order; the last two are its loss and its hits."""
@@ -141,10 +208,14 @@ class TorchReplica:
 
         def backward(result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
             loss, right = result
-            gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
+            with watched(lane.parameters, lane.bands):
+                gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
             vector = []
             with torch.no_grad():
-                for piece, gradient in zip(self.weights.pieces, gradients, strict=True):
+                if lane.bands:
+                    gradients = ()  # they are where they belong
+                    lane.bands.close()
+                for piece, gradient in zip(self.weights.pieces, gradients, strict=not lane.bands):
                     vector += [piece.flatten(gradient), self._zeros[: piece.pad]]
                 for own, start in zip(lane.buffers, self.buffers, strict=True):
                     vector.append(change(own.vector, start.vector).to(self._zeros.dtype) * len(y))
@@ -156,7 +227,7 @@ class TorchReplica:
 
         if self._place.type == "cuda":
             with torch.cuda.device(self._place):
-                recorded = self._recorder.find(whole, x, y)
+                recorded = None if lane.bands else self._recorder.find(whole, x, y)
                 self._noise.seed(key)
                 out = recorded(x, y) if recorded else backward(forward(x, y))
         else:
@@ -214,10 +285,41 @@ class TorchReplica:
     def tensors(self, vectors: Sequence[torch.Tensor] | None = None) -> dict[str, np.ndarray[Any, Any]]:
         state, ours = self._model.state_dict(keep_vars=True), self._with(vectors)
         return {
-            name: ours[id(tensor)].detach().cpu().contiguous().numpy().copy()
+            name: ours[id(tensor)].detach().cpu().numpy()
             for name, tensor in state.items()
             if isinstance(tensor, torch.Tensor)
         }
+
+    def vectors_from(self, tensors: Tensors) -> list[torch.Tensor]:
+        floats = [flat for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
+        names = {id(self._ours[id(t)]): name for name, t in self._model.state_dict(keep_vars=True).items()
+                 if isinstance(t, torch.Tensor)}  # fmt: skip
+        return [self._filled(flat, [tensors[names[id(view)]] for view in flat.views]) for flat in floats]
+
+    def load(self, tensors: Tensors) -> None:
+        with torch.no_grad():
+            for name, tensor in self._model.state_dict(keep_vars=True).items():
+                if isinstance(tensor, torch.Tensor):
+                    self._ours[id(tensor)].copy_(torch.from_numpy(np.require(tensors[name], requirements=["C", "W"])))
+
+    def named(self, vector: torch.Tensor) -> Tensors:
+        return {
+            name: piece.view(vector).cpu().numpy() for name, piece in zip(self._names, self.weights.pieces, strict=True)
+        }
+
+    def flat(self, named: Tensors) -> torch.Tensor:
+        return self._filled(self.weights, [named[name] for name in self._names])
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, p in self._model.named_parameters() if p.requires_grad]
+
+    def _filled(self, flat: Flat, arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
+        twin = flat.twin()
+        with torch.no_grad():
+            for view, array in zip(twin.views, arrays, strict=True):
+                view.copy_(torch.from_numpy(np.require(array, requirements=["C", "W"])))
+        return twin.vector
 
     def model(self, vectors: Sequence[torch.Tensor] | None = None) -> torch.nn.Module:
         with torch.no_grad():

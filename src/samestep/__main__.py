@@ -1,0 +1,5 @@
+"""`python -m samestep` is the command `samestep`."""
+
+from samestep.cli import run
+
+run()

@@ -1,0 +1,278 @@
+"""Checkpoints: all that a fit needs to go on from a step, in one file that is whole or not there.
+
+checkpoints/step-000001234.safetensors holds tensors by name ("model:...", "optimizer:...", "average:...") and, in its header,
+a JSON text with the step, the recipe, the chain of fingerprints and the hash of the file. There is no rank in it, no
+generator and no place in the data: those follow from the step. What was logged before the step is in events.jsonl; the
+checkpoint says how much of it belongs to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.checks import show, whole
+from samestep.errors import Invalid, WrongType
+
+Tensors = dict[str, NDArray[Any]]
+FOLDER, KIND, NO_HASH = "checkpoints", "samestep", "0" * 64
+TYPES = {"f4": "F32", "f8": "F64", "f2": "F16", "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64",
+         "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64", "b1": "BOOL"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint file holds."""
+
+    about: dict[str, Any]
+    tensors: Tensors
+
+    @property
+    def step(self) -> int:
+        """How many updates had been made."""
+        return int(self.about["step"])
+
+    def group(self, prefix: str) -> Tensors:
+        """The tensors of one kind (model, optimizer or average), by their own names."""
+        return {name.removeprefix(f"{prefix}:"): t for name, t in self.tensors.items() if name.startswith(f"{prefix}:")}
+
+
+def pack(about: Mapping[str, Any], tensors: Tensors) -> list[Any]:
+    """A checkpoint as pieces of memory to be written one after the other: a safetensors file with its hash inside.
+
+    Not by safetensors' own writer, which copies everything once more and holds the interpreter's lock meanwhile, so that
+    training would wait for it.
+    """
+    header: dict[str, Any] = {"__metadata__": {"sha256": NO_HASH, KIND: json.dumps(about)}}
+    offset, memories = 0, []
+    for name, tensor in tensors.items():
+        array = np.ascontiguousarray(tensor).reshape(-1)  # a copy only where the memory is in another order
+        kind = TYPES[array.dtype.str[1:]]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+        memories.append(array.view(np.uint8).data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256(text)
+    for memory in memories:
+        digest.update(memory)  # the interpreter is free meanwhile
+    text = text.replace(NO_HASH.encode(), digest.hexdigest().encode(), 1)
+    return [len(text).to_bytes(8, "little") + text, *memories]
+
+
+def unpack(content: bytes, name: str) -> Checkpoint:
+    """Read a checkpoint back; one bit that is not as it was written is an error."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        size = int.from_bytes(content[:8], "little")
+        text = content[8 : 8 + size]
+        kept = json.loads(text)["__metadata__"]["sha256"]
+        digest = hashlib.sha256(text.replace(kept.encode(), NO_HASH.encode(), 1))
+        digest.update(memoryview(content)[8 + size :])
+        if digest.hexdigest() != kept:
+            raise ValueError("its hash does not hold")
+        return Checkpoint(json.loads(json.loads(text)["__metadata__"][KIND]), load(content))
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError, RecursionError) as error:
+        raise Invalid(f"{name} is damaged, or not a checkpoint: {error}") from error
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint file, verifying its hash."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise Invalid(f"{path} cannot be read: {error.strerror or error}") from error
+    return unpack(content, str(path))
+
+
+def paths(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoint files of a run folder, oldest first."""
+    return sorted((Path(folder) / FOLDER).glob("step-*.safetensors"))
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / FOLDER / f"step-{step:09d}.safetensors"
+
+
+def metric(path: Path) -> float | None:
+    """What the checkpoint is judged by, from its header alone: the test loss if it was taken at the end of an epoch."""
+    with suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size < os.path.getsize(path):
+            value = json.loads(json.loads(file.read(size))["__metadata__"][KIND])["metric"]
+            return None if value is None else float(value)
+    return None
+
+
+def write(path: Path, pieces: list[Any]) -> None:
+    """Write a file whole or not at all, and so that it is still there after a loss of power."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own, keeping the last few and the best.
+
+    A checkpoint that falls due while two are on their way takes the place of the one that waits: training never waits for
+    the disk.
+    """
+
+    def __init__(self, folder: Path, keep: int, before: Callable[[], None]) -> None:
+        self.folder, self.keep, self._before = folder, keep, before
+        self.written = 0
+        self._metrics = {path: metric(path) for path in paths(folder)}
+        self._waiting: tuple[dict[str, Any], Tensors] | None = None
+        self._spare: list[Tensors] = []  # memory of written checkpoints, to copy the next ones into
+        self._change = threading.Condition()
+        self._busy = self._closed = False
+        self._thread = threading.Thread(target=self._work, name="samestep-checkpoint", daemon=True)
+        self._thread.start()
+
+    def submit(self, about: dict[str, Any], tensors: Tensors) -> None:
+        """Take a copy of the tensors, and have it written: this is all that a step waits for."""
+        with self._change:
+            if self._waiting:
+                self._spare.append(self._waiting[1])
+                self._waiting = None
+            memory = self._spare.pop() if self._spare else {}
+        for name, tensor in tensors.items():
+            kept = memory.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                memory[name] = np.array(tensor)
+            else:
+                np.copyto(kept, tensor)
+        with self._change:
+            self._waiting = (about, {name: memory[name] for name in tensors})
+            self._change.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything is on the disk."""
+        with self._change:
+            self._change.wait_for(lambda: not self._waiting and not self._busy)
+
+    def close(self) -> None:
+        self.flush()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._busy = False
+                self._change.notify_all()
+                self._change.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                (about, tensors), self._waiting, self._busy = self._waiting, None, True
+            path = path_of(self.folder, about["step"])
+            try:
+                self._before()  # the log must reach the disk before the checkpoint that counts on it
+                path.parent.mkdir(exist_ok=True)
+                write(path, pack(about, tensors))
+                self.written += 1
+                self._metrics[path] = about["metric"]
+                self._tidy()
+            except OSError as error:
+                last = max((p for p in self._metrics if p != path), default=None)
+                kept = f"{last.name} is kept" if last else "there is none before it"
+                warnings.warn(
+                    f"{path.name} could not be written ({error.strerror or error}); {kept}, and training goes on",
+                    stacklevel=1,
+                )
+            with self._change:
+                self._spare.append(tensors)
+
+    def _tidy(self) -> None:
+        """Delete all but the last few checkpoints and the best one."""
+        judged = {path: value for path, value in self._metrics.items() if value is not None}
+        best = min(judged, key=lambda path: (judged[path], path), default=None)
+        for path in sorted(self._metrics)[: -self.keep]:
+            if path != best:
+                del self._metrics[path]
+                path.unlink(missing_ok=True)
+
+
+class Cadence:
+    """When a checkpoint is due: every so many steps, epochs or seconds.
+
+    >>> Cadence("2 epochs", steps_per_epoch=235).every, Cadence(50, 235).every, Cadence("30 s", 235).seconds
+    (470, 50, 30.0)
+    """
+
+    def __init__(self, every: int | str | None, steps_per_epoch: int) -> None:
+        count, unit = parse(every) if every is not None else (0, "steps")
+        self.every = int(count) * (steps_per_epoch if unit == "epochs" else 1) if unit != "seconds" else 0
+        self.seconds = float(count) if unit == "seconds" else 0.0
+        self._last = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` updates."""
+        if self.seconds and time.monotonic() - self._last >= self.seconds:
+            self._last = time.monotonic()
+            return True
+        return bool(self.every) and step % self.every == 0
+
+
+UNITS = {"step": "steps", "epoch": "epochs", "s": "seconds", "second": "seconds", "min": "minutes", "minute": "minutes",
+         "h": "hours", "hour": "hours"}  # fmt: skip
+SECONDS = {"minutes": 60, "hours": 3600}
+
+
+def parse(every: Any) -> tuple[float, str]:
+    """What a user writes as `checkpoint_every`, as a number of steps, epochs or seconds.
+
+    >>> parse(100), parse("1 epoch"), parse("5 min")
+    ((100, 'steps'), (1, 'epochs'), (300.0, 'seconds'))
+    """
+    if isinstance(every, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", every)
+        word = found[2] if found else ""
+        unit = UNITS.get(word) or UNITS.get(word.removesuffix("s"), "" if word else "steps")
+        if found and unit in SECONDS:
+            count, unit = float(found[1]) * SECONDS[unit], "seconds"
+        elif found:
+            count = float(found[1])
+        if found and unit == "seconds" and count > 0:
+            return count, unit
+        if found and unit in ("steps", "epochs") and found[1].isdecimal() and count >= 1:
+            return int(count), unit
+        raise Invalid(
+            f"checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got {every!r}"
+        )
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise WrongType(
+            f"checkpoint_every must be a number of steps, or such as '1 epoch' or '30 s', or None, got {show(every)}"
+        )
+    return whole("", "checkpoint_every", every, 1), "steps"

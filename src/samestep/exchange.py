@@ -8,6 +8,7 @@ teach with and to compare.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from samestep.processes import World
 
 CHUNK = 1 << 19  # numbers of a slice that are sent at once: while some are added, others travel
+AHEAD = 4  # chunks on their way at once
 WAYS = ("tree", "gather", "ring", "sharded")
 
 
@@ -60,7 +62,7 @@ def across(
     """
     mine = list(parts.values())
     total = mine[0] if mine else memory
-    others = [q for q in range(world.size) if q != world.rank]
+    others = [(world.rank + i) % world.size for i in range(1, world.size)]  # so that not all begin with the same one
 
     def send(a: int, b: int) -> tuple[list[Span], dict[Span, Vector], Any]:
         slices = [(a + lo, a + hi) for lo, hi in cut(b - a, world.size)]
@@ -74,22 +76,29 @@ def across(
     def add(slices: list[Span], incoming: dict[Span, Vector], works: Any) -> Any:
         world.wait(works)
         lo, hi = slices[world.rank]
+        own = total[lo:hi]
+
+        def plus(left: Vector, right: Vector) -> Vector:
+            # a + b = b + a to the bit, so the sum can grow where it will be needed
+            return backend.add(right, left) if right is own else backend.add(left, right)
+
         if lo < hi:
-            fold: Fold[Vector] = Fold(n, backend.add)
-            for span, part in parts.items():
-                fold.add(span, part[lo:hi])
+            fold: Fold[Vector] = Fold(n, plus)
+            for i, (span, part) in enumerate(parts.items()):
+                fold.add(span, part[lo:hi] if i else own)
             for span, part in incoming.items():
                 fold.add(span, part)
-            backend.assign(total[lo:hi], fold.total())
+            if fold.total() is not own:
+                backend.assign(own, fold.total())
         gathers = [(q, total[slice(*slices[q])]) for q in others if slices[q][0] < slices[q][1]]
-        return world.swap([(q, total[lo:hi]) for q in others if lo < hi], gathers)
+        return world.swap([(q, own) for q in others if lo < hi], gathers)
 
     chunks = [(a, min(a + CHUNK * world.size, len(total))) for a in range(0, len(total), CHUNK * world.size)]
-    begun, ends = [send(*chunk) for chunk in chunks[:2]], []
-    for i in range(len(chunks)):
-        ends.append(add(*begun[i]))
-        if i + 2 < len(chunks):
-            begun.append(send(*chunks[i + 2]))
+    begun, ends = deque(send(*chunk) for chunk in chunks[:AHEAD]), []
+    for following in [*chunks[AHEAD:], *[None] * min(AHEAD, len(chunks))]:
+        ends.append(add(*begun.popleft()))
+        if following:
+            begun.append(send(*following))
     for works in ends:
         world.wait(works)
     return total

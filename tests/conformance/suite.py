@@ -48,7 +48,7 @@ def numbers(run: ss.Run) -> list[dict]:
 def same(a: ss.Run, b: ss.Run) -> None:
     """Assert that two runs are the same to the last bit, after every step."""
     ours, theirs = a.weights(), b.weights()
-    assert list(ours) == list(theirs)
+    assert ours.keys() == theirs.keys()
     for name in ours:
         assert ours[name].dtype == theirs[name].dtype
         assert ours[name].tobytes() == theirs[name].tobytes(), f"{name} differs"

@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +24,9 @@ from flax import nnx
 from jaxlib import xla_client
 
 from samestep.backends import Shape, Tensors
+from samestep.backends.crew import Crew
 from samestep.backends.jax_replica import ById, JaxReplica, Layout, LinenForm, form_of, sum_of_losses
+from samestep.backends.probing import check_examples, check_output, check_weights
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.models.jax import Pair
@@ -63,9 +63,8 @@ class JaxBackend:
     version = jax.__version__
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._crew = Crew()
         self._running = False
-        self._busy = threading.Lock()
         self._made: dict[int, tuple[Any, Any]] = {}  # id of a model → the model, and the variables made for it
 
     # Devices
@@ -143,30 +142,17 @@ class JaxBackend:
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise Invalid(
-                "a fit or an evaluation is already going on in this process: wait for it, or use another process"
-            )
-        try:
+        with self._crew.at_work(devices, threads):
             self._running = True
-            if devices[0].kind == "cpu":
-                cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-                self._pool = ThreadPoolExecutor(max(1, cores // threads), "samestep")
-            yield
-        finally:
-            if self._pool:
-                self._pool.shutdown(cancel_futures=True)
-            self._pool, self._running = None, False
-            self._made.clear()
-            self._busy.release()
+            try:
+                yield
+            finally:
+                self._running = False
+                self._made.clear()
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         with explained():
-            if self._pool is None or len(tasks) == 1:  # GPUs: launching is all there is to do, and it does not wait
-                return [task() for task in tasks]
-            futures = [self._pool.submit(task) for task in tasks]
-            wait(futures)
-            return [future.result() for future in futures]
+            return [tasks[0]()] if len(tasks) == 1 else self._crew.map(tasks)
 
     # Models
 
@@ -183,37 +169,15 @@ class JaxBackend:
             elif isinstance(model, nn.Module) and model.scope is None:
                 self._made[id(model)] = model, LinenForm(model).init(first)
         form, params, state = form_of(model, self._made)
-        weights = [jnp.asarray(leaf) for leaf in jax.tree.leaves(params)]
-        if not weights:
-            raise Invalid(f"the model {self.describe(model)} has no parameters to train")
-        dtypes = {str(weight.dtype) for weight in weights}
-        if not dtypes <= {"float32"} and not dtypes <= {"float64"}:
-            raise WrongType(
-                f"the trained parameters must all be float32 or all float64, got {', '.join(sorted(dtypes))}"
-            )
-        dtype = dtypes.pop()
-        if x.dtype.kind == "f" and str(x.dtype) != dtype:
-            raise WrongType(
-                f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')"
-            )
+        dtype = check_weights(self.describe(model), (str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(params)))
+        check_examples(name, x, dtype)
 
         def forward(x: Any, y: Any) -> Any:
             output, _ = form(params, state, x, jax.random.key(0), False)
             return output, None if loss is None else sum_of_losses(loss, output, y)
 
         output, _ = jax.eval_shape(forward, checked(x), checked(y))  # shapes alone: nothing is computed
-        rank = getattr(output, "ndim", 0)
-        if loss is None and not (rank > 1 and y.dtype.kind in "iu"):
-            got = f"an array of shape {output.shape}" if hasattr(output, "shape") else type(output).__name__
-            raise WrongType(
-                "the default loss, softmax cross-entropy, needs an array of scores per class and whole-number labels, "
-                f"got {got} and labels of {y.dtype}: pass loss=f(output, y)"
-            )
-        if loss is None and rank == 2 and y.ndim != 1:
-            raise Invalid(
-                f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)"
-            )
-        return Shape(output.shape[1] if rank == 2 and y.ndim == 1 and y.dtype.kind in "iu" else None, dtype)
+        return check_output("array", getattr(output, "shape", None), type(output).__name__, y, loss, dtype)
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
         with explained():

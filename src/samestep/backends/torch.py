@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,13 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from samestep.backends import Shape
+from samestep.backends.crew import Crew
+from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.backends.torch_optimizer import TorchUpdater
 from samestep.backends.torch_replica import TorchReplica, sum_of_losses
 from samestep.devices import Device, cpu, gpu, host_memory
-from samestep.errors import Invalid, NotDeterministic, OutOfMemory, WrongType
-from samestep.processes import Place, World, find
+from samestep.errors import Invalid, NotDeterministic, OutOfMemory
+from samestep.processes import Place, World
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -32,8 +33,7 @@ class TorchBackend:
     version = torch.__version__
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._busy = threading.Lock()
+        self._crew = Crew()
 
     # Devices
 
@@ -101,18 +101,12 @@ class TorchBackend:
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise Invalid(
-                "a fit or an evaluation is already going on in this process: wait for it, or use another process"
-            )
-        try:
-            with self._settings(devices, deterministic, threads):
-                yield
-        finally:
-            self._busy.release()
+        prepare = partial(torch.set_num_threads, threads)
+        with self._crew.at_work(devices, threads, prepare), self._settings(devices, deterministic):
+            yield
 
     @contextmanager
-    def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
+    def _settings(self, devices: Sequence[Device], deterministic: bool) -> Iterator[None]:
         cudnn = torch.backends.cudnn
         before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
         flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
@@ -122,22 +116,12 @@ class TorchBackend:
         cudnn.benchmark, cudnn.deterministic = False, deterministic
         torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
         if devices[0].kind == "cpu":
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            self._pool = ThreadPoolExecutor(
-                max(1, cores // threads // find().local_size),
-                "samestep",
-                initializer=torch.set_num_threads,
-                initargs=(threads,),
-            )
             # This thread too: the helpers of a second team would spin between its calls and take the workers' cores.
             torch.set_num_threads(1)
         try:
             yield
         finally:
-            if self._pool:
-                self._pool.shutdown(cancel_futures=True)
-                self._pool = None
-                torch.set_num_threads(arithmetic_threads)
+            torch.set_num_threads(arithmetic_threads)
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory = flags
             torch.random.set_rng_state(noise[0])
@@ -146,11 +130,7 @@ class TorchBackend:
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         with explained():
-            if self._pool is None:  # GPUs: launching is all there is to do, and it does not wait
-                return [task() for task in tasks]
-            futures = [self._pool.submit(task) for task in tasks]
-            wait(futures)
-            return [future.result() for future in futures]
+            return self._crew.map(tasks)
 
     # Models
 
@@ -162,17 +142,8 @@ class TorchBackend:
     ) -> Shape:
         lazy = any(isinstance(p, UninitializedParameter) for p in model.parameters())
         weights = [p for p in model.parameters() if p.requires_grad]
-        if not weights:
-            raise Invalid(f"the model {self.describe(model)} has no parameters to train")
-        dtypes = {p.dtype for p in weights}
-        if not dtypes <= {torch.float32} and not dtypes <= {torch.float64}:
-            raise WrongType(
-                f"the trained parameters must all be float32 or all float64, got {', '.join(sorted(map(str, dtypes)))}"
-            )
-        dtype = str(weights[0].dtype).removeprefix("torch.")
-        convert = f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')"
-        if x.dtype.kind == "f" and str(x.dtype) != dtype:
-            raise WrongType(convert)
+        dtype = check_weights(self.describe(model), (str(p.dtype).removeprefix("torch.") for p in weights))
+        check_examples(name, x, dtype)
         device = Device.of(str(weights[0].device))
         modes = [(module, module.training) for module in model.modules()]
         noise = torch.random.get_rng_state()
@@ -184,24 +155,15 @@ class TorchBackend:
                     sum_of_losses(loss, output, self.put(y, device))
         except RuntimeError as error:
             if x.dtype.kind != "f" and re.search("dtype|scalar type|Input type", str(error)):
-                raise WrongType(convert) from error
+                raise convert(name, x, dtype) from error
             raise
         finally:
             for module, mode in modes:
                 module.training = mode
             if not lazy:  # making lazy weights is the one draw that belongs to the user's generator
                 torch.random.set_rng_state(noise)
-        if loss is None and not (isinstance(output, torch.Tensor) and output.ndim > 1 and y.dtype.kind in "iu"):
-            raise WrongType(
-                "the default loss, softmax cross-entropy, needs a tensor of scores per class and whole-number labels, got "
-                f"{shape_of(output)} and labels of {y.dtype}: pass loss=f(output, y)"
-            )
-        if loss is None and output.ndim == 2 and y.ndim != 1:
-            raise Invalid(
-                f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)"
-            )
-        scores = isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and y.dtype.kind in "iu"
-        return Shape(output.shape[1] if scores else None, dtype)
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
+        return check_output("tensor", shape, type(output).__name__, y, loss, dtype)
 
     def replica(
         self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
@@ -227,10 +189,6 @@ class TorchBackend:
             raise Invalid(
                 f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine"
             )
-
-
-def shape_of(output: Any) -> str:
-    return f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
 
 
 @contextmanager

@@ -1,0 +1,52 @@
+"""The threads that compute shards side by side on the CPU, and the rule that one run at a time goes on in a process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+from samestep.devices import Device
+from samestep.errors import Invalid
+from samestep.processes import find
+
+
+class Crew:
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._busy = threading.Lock()
+
+    @contextmanager
+    def at_work(
+        self, devices: Sequence[Device], threads: int, prepare: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
+        """For the time of a run: on the CPU so many threads that each can compute with `threads` of its own.
+
+        `prepare` is called in each thread first. The cores of a host are shared by the processes on it.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise Invalid(
+                "a fit or an evaluation is already going on in this process: wait for it, or use another process"
+            )
+        try:
+            if devices[0].kind == "cpu":
+                cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+                count = max(1, cores // threads // find().local_size)
+                self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
+            yield
+        finally:
+            if self._pool:
+                self._pool.shutdown(cancel_futures=True)
+                self._pool = None
+            self._busy.release()
+
+    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run tasks that do not depend on each other, side by side if there are threads."""
+        if self._pool is None:  # GPUs: launching is all there is to do, and it does not wait
+            return [task() for task in tasks]
+        futures = [self._pool.submit(task) for task in tasks]
+        wait(futures)
+        return [future.result() for future in futures]

@@ -134,6 +134,7 @@ class Fit:
         if self.averager:
             self.averager.restore(found.about["average"], found.group("average"))
         devices = self.result.devices
+        self.result.recipe["initial"] = found.about["recipe"]["initial"]
         self.result.replay(log)
         self.chain.update("".join(self.result.fingerprints).encode())
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step

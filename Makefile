@@ -1,7 +1,8 @@
 # make train   the main job: LeNet on Fashion-MNIST on every device here
 # make test    every test, against every framework
 # make check   lint, formatting, types
-# make bench   the cost of sameness on this machine, and the tables in README.md
+# make bench   the cost of sameness, checkpoints and exchange on this machine, and the tables in README.md
+# make chaos   a hundred kills at random moments, each resumed elsewhere: same bits in the end
 #
 # Each makes the environments it needs, once; interrupt and repeat at will.
 
@@ -13,7 +14,7 @@ BIN    := $(VENV)/bin
 into    = $(PYTHON) -m venv --without-pip $(1) && \
 	$(PYTHON) -m pip --disable-pip-version-check --python $(1)/bin/python install --quiet
 
-.PHONY: train test check bench clean
+.PHONY: train test check bench chaos clean
 
 train: $(VENV)/train.done
 	$(BIN)/samestep train $(ARGS)
@@ -29,6 +30,12 @@ check: $(VENV)/test.done
 bench: $(VENV)/test.done
 	$(BIN)/python benchmarks/sameness.py
 	$(BIN)/python benchmarks/cost.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/tables.py
+
+chaos: $(VENV)/test.done
+	$(BIN)/python benchmarks/chaos.py
 	$(BIN)/python benchmarks/tables.py
 
 $(VENV)/train.done: pyproject.toml constraints.txt

@@ -165,6 +165,13 @@ BAD = {
     "--threads-per-shard 0": "threads_per_shard must be at least 1",
     "--sampling all": "sampling must be one of without_replacement, with_replacement, got sampling='all'",
     "--model vgg": "unknown model 'vgg': choose one of lenet, lenet_modern, mlp, resnet18",
+    "--checkpoint-every never": "must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'never'",
+    "--checkpoint-every 0": "'5 min', got '0'",
+    "--checkpoint-every -1": "'5 min', got '-1'",
+    "--checkpoint-every 1.5": "'5 min', got '1.5'",
+    "--resume nowhere": "resume: nowhere is not there",
+    "--resume {file} --run-dir none": "resume needs a run_dir to go on in: the folder of the run, or a new one",
+    "--processes 0": "--processes must be at least 1, got --processes=0",
     "--run-dir /proc/nope": "run folder /proc/nope cannot be written to: No such file or directory",
     "--run-dir {file}/below": "/below cannot be written to: Not a directory",
     "--run-dir {long}": "cannot be written to: File name too long",
@@ -201,9 +208,112 @@ def test_bad_input_is_found_before_the_data_is_fetched(
 
 def test_a_folder_that_holds_a_run_is_left_alone(samestep: Samestep) -> None:
     first = samestep("train", *QUICK, "--run-dir", "run")
-    done = samestep("train", *QUICK, "--run-dir", "run", "--seed", 1)
+    done = samestep("train", *QUICK, "--run-dir", "run", "--resume", "never")
     assert done == Done(2, "", "samestep: run folder run already holds a run: choose another, or delete it\n")
+    done = samestep("train", *QUICK, "--run-dir", "run", "--clip", 1, "--shards", 4)
+    assert done == Done(2, "", "samestep: run holds a run of another recipe (shards is 4, was 8; gradient_clip_val is 1.0, "
+                        "was 0.0): choose another run_dir, or delete it\n")  # fmt: skip
+    done = samestep("train", *QUICK, "--run-dir", "run", "--seed", 1)
+    assert (done.status, done.out) == (2, "")
+    assert re.fullmatch(
+        r"samestep: run holds a run of another recipe \(initial is '[0-9a-f]{64}', was '[0-9a-f]{64}'; seed is 1, was 0\): "
+        r"choose another run_dir, or delete it; the model starts from other weights: seed it before it is made\n",
+        done.err,
+    )
     assert ss.Run.load("run").fingerprint == fingerprint(first)
+
+
+# Resuming
+
+
+def test_train_goes_on_where_it_was(samestep: Samestep) -> None:
+    whole = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "none", "-q")
+    samestep("train", *QUICK, "--run-dir", "run", "--checkpoint-every", 1)
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir())[-1] == "step-000000004.safetensors"
+    done = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "run", "--devices", 3)
+    assert fingerprint(done) == fingerprint(whole)
+    assert "going on after step 4" in done.err.splitlines()
+    again = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "run", "-q")
+    assert (fingerprint(again), again.err) == (fingerprint(whole), "")
+
+
+def test_train_goes_on_from_another_folder(samestep: Samestep) -> None:
+    whole = samestep("train", *QUICK, "--epochs", 2, "--run-dir", "none", "-q")
+    samestep("train", *QUICK, "--run-dir", "old", "-q")
+    for source, folder in (("old", "one"), ("old/checkpoints/step-000000004.safetensors", "two")):
+        done = samestep("train", *QUICK, "--epochs", 2, "--resume", source, "--run-dir", folder)
+        assert fingerprint(done) == fingerprint(whole)
+        assert "going on after step 4" in done.err.splitlines()
+
+
+def test_what_train_cannot_go_on_from_is_one_line(samestep: Samestep) -> None:
+    samestep("train", *QUICK, "--run-dir", "old", "-q")
+    before = written()
+    Path("empty").mkdir()
+    for options, message in (
+        (("--resume", "empty"), "resume: empty has no checkpoint that can be used"),
+        (("--resume", "old", "--shards", 4, "--epochs", 2),
+         "old holds a run of another recipe (shards is 4, was 8): choose another run_dir, or delete it"),
+        (("--resume", "old", "--batch-size", 64),
+         "old holds a run of another recipe (batch_size is 64, was 16): choose another run_dir, or delete it"),
+    ):  # fmt: skip
+        done = samestep("train", *QUICK, "--run-dir", "new", *options)
+        assert done == Done(2, "", f"samestep: {message}\n")
+    Path("empty").rmdir()
+    assert written() == before
+
+
+def test_a_script_goes_on_where_it_was(samestep: Samestep, script: Callable[..., Path]) -> None:
+    whole = json.loads(samestep("train", script()).out)
+    samestep("train", script(), "--epochs", 1, "--run-dir", "run", "--checkpoint-every", "2 steps")
+    done = samestep("train", script(), "--run-dir", "run", "--devices", 2)
+    assert json.loads(done.out)["fingerprint"] == whole["fingerprint"]
+    done = samestep("train", script(), "--run-dir", "run", "--resume", "never")
+    assert done == Done(2, "", "samestep: run folder run already holds a run: choose another, or delete it\n")
+
+
+# export
+
+
+def test_export(samestep: Samestep) -> None:
+    trained = samestep("train", *QUICK, "--epochs", 2, "--run-dir", "run", "-q")
+    run = ss.Run.load("run")
+    assert samestep("export", "run", "w.safetensors") == Done(0, "w.safetensors: the weights at the end\n", "")
+    assert weights_in("w.safetensors") == run.fingerprint == fingerprint(trained)
+    first = "run/checkpoints/step-000000004.safetensors"
+    assert samestep("export", first, "w.safetensors") == Done(0, "w.safetensors: the weights after step 4\n", "")
+    assert weights_in("w.safetensors") == fingerprint(samestep("train", *QUICK, "--run-dir", "none", "-q"))
+    best = min(run.history, key=lambda row: row["test_loss"])["step"]
+    done = samestep("export", "run", "best.safetensors", "--best")
+    assert done == Done(0, f"best.safetensors: the weights after step {best}\n", "")
+
+
+def weights_in(path: str) -> str:
+    """The fingerprint of a file that PyTorch's own model takes, every name of it."""
+    from safetensors.torch import load_file
+
+    from samestep.models.torch import mlp
+    from samestep.run import fingerprint as of
+
+    model = mlp(seed=5)
+    model.load_state_dict(load_file(path), strict=True)
+    return of({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+
+
+def test_what_cannot_be_exported_is_one_line(samestep: Samestep) -> None:
+    samestep("train", *QUICK, "--run-dir", "run", "--checkpoint-every", 99, "-q")
+    before = written()
+    for given, message in {
+        "nothing w": "nothing cannot be read: No such file or directory",
+        "run nowhere/w": "nowhere/w cannot be written: No such file or directory",
+        "run run": "run cannot be written: Is a directory",
+        "run w --average": "run/checkpoints/step-000000004.safetensors has no averaged weights",
+        "run/weights.safetensors w": "run/weights.safetensors is damaged, or not a checkpoint: '__metadata__'",
+        "run/checkpoints w": "run/checkpoints has no weights and no checkpoint",
+        "run/checkpoints w --best": "run/checkpoints has no checkpoint of the end of an epoch",
+    }.items():
+        assert samestep("export", *given.split()) == Done(2, "", f"samestep: {message}\n")
+        assert written() == before
 
 
 def test_a_rate_that_is_too_high_is_one_line_and_leaves_nothing(
@@ -418,12 +528,14 @@ def test_version(samestep: Samestep) -> None:
 
 
 OPTIONS = {
-    (): ["--version", "train", "schedule", "devices", "data"],
+    (): ["--version", "train", "diff", "export", "schedule", "devices", "data"],
     ("train",): [
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
-        "-q",
+        "-q", "--checkpoint-every", "--resume", "--processes",
     ],
+    ("diff",): ["--json"],
+    ("export",): ["--best", "--average"],
     ("schedule",): ["--steps", "--epochs", "--steps-per-epoch", "--png", "--svg", "--json", "--csv"],
     ("devices",): [],
     ("data",): [],
@@ -448,7 +560,7 @@ def test_every_option_has_a_line_of_help() -> None:
         assert command.help, name
         for option in command.params:
             assert getattr(option, "help", None), f"{name} {option.name}"
-            assert {*option.opts} & {"script", "expressions", *OPTIONS[name,]}, (
+            assert {*option.opts} & {"script", "expressions", "a", "b", "source", "target", *OPTIONS[name,]}, (
                 f"{name} {option.name} is not in OPTIONS"
             )
 

@@ -92,6 +92,16 @@ def test_one_line_per_epoch_with_its_numbers() -> None:
     assert screen.take() == ""
 
 
+def test_a_run_that_goes_on_says_from_where() -> None:
+    shown, screen = display(terminal=False)
+    shown(START)
+    first = screen.take()
+    shown(START | {"event": "resume", "step": 7})
+    assert screen.take() == f"{first}going on after step 7\n"
+    shown(EPOCH)
+    assert screen.take().startswith("epoch   2/12 ")
+
+
 def test_no_test_examples_and_no_accuracy() -> None:
     shown, screen = display(terminal=False)
     shown(START)
@@ -132,6 +142,18 @@ def test_live_bar(clock: SimpleNamespace) -> None:
         shown.close()
     for part in ("epoch   2/12", "loss 1.2500", "accuracy 75.00 %", "rate 0.125", "256 examples/s"):
         assert part in text
+
+
+def test_the_bar_of_a_run_that_goes_on_begins_where_it_was(clock: SimpleNamespace) -> None:
+    shown, _ = display(terminal=True)
+    shown(START | {"event": "resume", "step": 5})
+    try:
+        assert shown.bar is not None
+        clock.now = 2.0
+        shown(STEPS)
+        assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (7, 60)
+    finally:
+        shown.close()
 
 
 def test_speed_does_not_count_the_evaluation(clock: SimpleNamespace) -> None:

@@ -26,7 +26,8 @@ X = RANDOM.standard_normal((40, 5)).astype(np.float32)
 Y = RANDOM.integers(0, 3, 40)
 DATA = ss.Data(train=(X, Y), test=(X[:9] + 1, Y[:9]))
 STEPS = 3  # of an epoch: 16 + 16 + 8 examples
-FILES = ["events.jsonl", "recipe.json", "weights.safetensors"]
+FILES = ["events.jsonl", "recipe.json", "weights.safetensors"]  # which a finished run cannot do without
+CHECKPOINTS = ["checkpoints", "checkpoints/step-000000003.safetensors", "checkpoints/step-000000006.safetensors"]
 KEYS = ["epoch", "step", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds"]
 
 
@@ -54,6 +55,11 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
 def not_a_number(where: int) -> ss.Data:
     x = X.copy()
     x[where] = np.nan
@@ -66,7 +72,7 @@ def not_a_number(where: int) -> ss.Data:
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = fit()
-    assert run.folder is None
+    assert (run.folder, run.rank, run.resumed) == (None, 0, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,8 +138,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_files_of_a_run(folder: Path) -> None:
     run = fit(run_dir=folder)
-    assert run.folder == folder
-    assert files(folder) == FILES
+    assert (run.folder, run.rank, run.resumed) == (folder, 0, None)
+    assert files(folder) == sorted([*FILES, *CHECKPOINTS, "lock"])
     assert json.loads((folder / "recipe.json").read_text()) == run.recipe
 
 
@@ -242,6 +248,35 @@ def test_damaged_json_is_detected(folder: Path, name: str) -> None:
         ss.Run.load(folder)
 
 
+def test_a_log_that_does_not_come_to_an_end_is_not_that_of_a_finished_run(folder: Path) -> None:
+    """As after a run that was killed between its last weights and the end of its log."""
+    fit(run_dir=folder)
+    path = folder / "events.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(Invalid) as caught:
+        ss.Run.load(folder)
+    assert str(caught.value) == f"{folder} is not the folder of a finished run: events.jsonl does not come to an end"
+
+
+def test_channels_last_weights_are_stored_in_the_order_of_their_dimensions(folder: Path) -> None:
+    """safetensors writes memory as it lies, so what lies otherwise must be put in order first."""
+    import torch
+
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    model = torch.nn.Sequential(conv, torch.nn.Flatten(), torch.nn.Linear(16, 3))
+    x = RANDOM.standard_normal((40, 3, 3, 3)).astype(np.float32)
+    trainer = ss.Trainer(1, 16, devices=1, progress=False, run_dir=folder, average=ss.path_average())
+    run = trainer.fit(model, (x, Y))
+    weights, average = run.weights(), run.average
+    assert not weights["0.weight"].flags["C_CONTIGUOUS"]  # or there is nothing to see
+    assert average is not None
+    for file, tensors in (("weights.safetensors", weights), ("average.safetensors", average)):
+        stored = load_file(folder / file)
+        assert {name: t.tolist() for name, t in stored.items()} == {name: t.tolist() for name, t in tensors.items()}
+    assert ss.Run.load(folder).fingerprint == run.fingerprint
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_missing_file_is_named(folder: Path, name: str) -> None:
     fit(run_dir=folder)
@@ -261,13 +296,26 @@ def test_load_of_something_else(tmp_path: Path) -> None:
 # Folders that cannot be used
 
 
-def test_a_folder_that_holds_a_run_is_left_alone(folder: Path) -> None:
+def test_a_folder_that_holds_a_run_of_another_recipe_is_left_alone(folder: Path) -> None:
     fit(run_dir=folder)
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    before = contents(folder)
     with pytest.raises(Invalid) as caught:
-        fit(run_dir=folder, seed=1)
+        fit(run_dir=folder, seed=1, shards=2)
+    assert str(caught.value) == (
+        f"{folder} holds a run of another recipe (shards is 2, was 4; seed is 1, was 0): "
+        "choose another run_dir, or delete it"
+    )
+    assert contents(folder) == before
+
+
+def test_a_folder_that_holds_a_run_of_this_recipe_gives_it_back(folder: Path) -> None:
+    first = fit(run_dir=folder)
+    again = fit(run_dir=folder)
+    assert (again.resumed, again.fingerprint, again.history) == (2 * STEPS, first.fingerprint, first.history)
+    with pytest.raises(Invalid) as caught:
+        fit(run_dir=folder, resume=False)
     assert str(caught.value) == f"run folder {folder} already holds a run: choose another, or delete it"
-    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+    assert ss.Run.load(folder).fingerprint == first.fingerprint
 
 
 LONG = pytest.param("new/" + 300 * "a", id="a name too long")
@@ -343,7 +391,7 @@ def test_failing_before_training_leaves_nothing(tmp_path: Path) -> None:
 def test_failing_in_a_later_epoch_keeps_what_is_known(folder: Path) -> None:
     with pytest.raises(NotFinite, match=f"^the loss is nan at step {STEPS + 1}, shard 0, with learning rate 1e\\+30"):
         fit(max_epochs=4, schedule=lambda t: 0.1 if t < STEPS else 1e30, run_dir=folder)
-    assert files(folder) == ["events.jsonl", "recipe.json"]
+    assert files(folder) == sorted([*CHECKPOINTS[:2], "events.jsonl", "lock", "recipe.json"])
     told = events(folder)
     assert [event["event"] for event in told] == ["start", "steps", "epoch"]
     assert told[1]["fingerprint"] == fit(max_epochs=1).fingerprints

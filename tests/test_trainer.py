@@ -316,6 +316,23 @@ def test_overrides_come_from_the_environment(monkeypatch):
         ({"loss": "mse"}, WrongType, "loss must be a function of (output, y), got 'mse'"),
         ({"sampling": "sorted"}, Invalid,
          "sampling must be one of without_replacement, with_replacement, got sampling='sorted'"),
+        ({"checkpoint_every": "sometimes"}, Invalid,
+         "checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'sometimes'"),
+        ({"checkpoint_every": 0}, Invalid, "checkpoint_every must be at least 1, got checkpoint_every=0"),
+        ({"checkpoint_every": 0.5}, WrongType,
+         "checkpoint_every must be a number of steps, or such as '1 epoch' or '30 s', or None, got 0.5"),
+        ({"keep_checkpoints": 0}, Invalid, "keep_checkpoints must be at least 1, got keep_checkpoints=0"),
+        ({"keep_checkpoints": "all"}, WrongType, "keep_checkpoints must be a whole number, got keep_checkpoints='all'"),
+        ({"keep_checkpoints": None}, WrongType, "keep_checkpoints must be a whole number, got keep_checkpoints=None"),
+        ({"resume": True}, WrongType, "resume must be 'auto', False or a path, got resume=True"),
+        ({"resume": None}, WrongType, "resume must be 'auto', False or a path, got resume=None"),
+        ({"resume": 3}, WrongType, "resume must be 'auto', False or a path, got resume=3"),
+        ({"resume": "nowhere", "run_dir": "/proc/nope"}, Invalid, "resume: nowhere is not there"),
+        ({"resume": "/"}, Invalid, "resume needs a run_dir to go on in: the folder of the run, or a new one"),
+        ({"timeout": 0}, Invalid, "timeout must be above 0, got timeout=0"),
+        ({"timeout": -1.0}, Invalid, "timeout must be finite and at least 0, got -1.0"),
+        ({"timeout": float("inf")}, Invalid, "timeout must be finite and at least 0, got inf"),
+        ({"timeout": "long"}, WrongType, "timeout must be a number, got 'long'"),
         ({"num_gpus": -1}, Invalid, "num_gpus must be at least 0, got num_gpus=-1"),
         ({"devices": 9}, Invalid, "9 devices need at least 9 shards, got shards=8: raise shards or use fewer devices"),
         ({"devices": "tpu"}, Invalid, "unknown device 'tpu': use 'cpu', 'cuda' or 'cuda:i'"),
@@ -338,7 +355,7 @@ def test_models_that_cannot_be_trained():
         trainer().fit(nn.Sequential(nn.ReLU()), numbers())
     with pytest.raises(WrongType, match=r"^model must be a model of torch .*, got builtins\.dict$"):
         trainer().fit({}, numbers())
-    with pytest.raises(WrongType, match="must all be float32 or all float64, got torch.bfloat16, torch.float32"):
+    with pytest.raises(WrongType, match="must all be float32 or all float64, got bfloat16, float32"):
         trainer().fit(Mixed(), numbers())
 
 

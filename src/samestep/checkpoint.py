@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.checks import show, whole
+from samestep.checks import MOST, show, whole
 from samestep.errors import Invalid, WrongType
 
 Tensors = dict[str, NDArray[Any]]
@@ -59,8 +59,11 @@ def pack(about: Mapping[str, Any], tensors: Tensors) -> list[Any]:
     header: dict[str, Any] = {"__metadata__": {"sha256": NO_HASH, KIND: json.dumps(about)}}
     offset, memories = 0, []
     for name, tensor in tensors.items():
-        array = np.ascontiguousarray(tensor).reshape(-1)  # a copy only where the memory is in another order
-        kind = TYPES[array.dtype.str[1:]]
+        # a copy only where the memory is in another order
+        array = np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).reshape(-1)
+        kind = TYPES.get(array.dtype.str[1:])
+        if kind is None:
+            raise WrongType(f"{name} is of type {tensor.dtype}, which a checkpoint cannot hold: convert it")
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
         memories.append(array.view(np.uint8).data)
@@ -102,7 +105,8 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
 def paths(folder: str | os.PathLike[str]) -> list[Path]:
     """The checkpoint files of a run folder, oldest first."""
-    return sorted((Path(folder) / FOLDER).glob("step-*.safetensors"))
+    found = (Path(folder) / FOLDER).glob("step-*.safetensors")
+    return sorted(path for path in found if path.stem.removeprefix("step-").isdecimal())
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -133,7 +137,11 @@ def write(path: Path, pieces: list[Any]) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
@@ -155,12 +163,14 @@ class Writer:
         self._spare: list[Tensors] = []  # memory of written checkpoints, to copy the next ones into
         self._change = threading.Condition()
         self._busy = self._closed = False
+        self._failure: BaseException | None = None  # what ended the thread, for the fit to end with
         self._thread = threading.Thread(target=self._work, name="samestep-checkpoint", daemon=True)
         self._thread.start()
 
     def submit(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Take a copy of the tensors, and have it written: this is all that a step waits for."""
         with self._change:
+            self._check()
             if self._waiting:
                 self._spare.append(self._waiting[1])
                 self._waiting = None
@@ -178,16 +188,28 @@ class Writer:
     def flush(self) -> None:
         """Wait until everything is on the disk."""
         with self._change:
-            self._change.wait_for(lambda: not self._waiting and not self._busy)
+            self._change.wait_for(lambda: self._failure or not (self._waiting or self._busy))
+            self._check()
 
     def close(self) -> None:
-        self.flush()
         with self._change:
             self._closed = True
             self._change.notify_all()
-        self._thread.join()
+        self._thread.join()  # it first writes what waits
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
 
     def _work(self) -> None:
+        try:
+            self._write_all()
+        except BaseException as error:  # such as a warning that is an error: the fit ends with it, and does not wait
+            with self._change:
+                self._failure = error
+                self._change.notify_all()
+
+    def _write_all(self) -> None:
         while True:
             with self._change:
                 self._busy = False
@@ -198,8 +220,8 @@ class Writer:
                 (about, tensors), self._waiting, self._busy = self._waiting, None, True
             path = path_of(self.folder, about["step"])
             try:
-                self._before()  # the log must reach the disk before the checkpoint that counts on it
                 path.parent.mkdir(exist_ok=True)
+                self._before()  # the log must reach the disk before the checkpoint that counts on it
                 write(path, pack(about, tensors))
                 self.written += 1
                 self._metrics[path] = about["metric"]
@@ -266,12 +288,12 @@ def parse(every: Any) -> tuple[float, str]:
             count = float(found[1])
         if found and unit == "seconds" and count > 0:
             return count, unit
-        if found and unit in ("steps", "epochs") and found[1].isdecimal() and count >= 1:
+        if found and unit in ("steps", "epochs") and found[1].isdecimal() and 1 <= count <= MOST:
             return int(count), unit
         raise Invalid(
             f"checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got {every!r}"
         )
-    if isinstance(every, bool) or not isinstance(every, int):
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
         raise WrongType(
             f"checkpoint_every must be a number of steps, or such as '1 epoch' or '30 s', or None, got {show(every)}"
         )

@@ -1,4 +1,4 @@
-"""The command `samestep`: train, diff, export, schedule, devices, data.
+"""The command `samestep`: train, verify, diff, export, schedule, devices, data.
 
 Bad input is one line on standard error and exit status 2.
 """
@@ -136,6 +136,55 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def verify(
+    context: typer.Context,
+    script: Annotated[
+        Path | None, typer.Argument(help="Your own script, with one fit in it; its arguments follow --.")
+    ] = None,
+    devices: Annotated[str, typer.Option(help="Numbers of devices")] = "1,2,3,8",
+    processes: Annotated[str, typer.Option(help="Numbers of processes")] = "1,2,3",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every combination of the two, not only the telling ones")
+    ] = False,
+    kill: Annotated[int, typer.Option(help="So many runs are killed at a random step, and resumed")] = 3,
+    resume_on: Annotated[str, typer.Option(help="random (another way), same, or a number of devices")] = "random",
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data  [the script's; built-in job: 1]")] = None,
+    seed: Annotated[int, typer.Option(help="Decides what is killed, when, and where it goes on")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep the run folders in this new folder")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
+) -> None:
+    """Run a script (or LeNet on Fashion-MNIST) in many ways, kill and resume it, and compare every step's bits.
+
+    Exit status 1, and the first difference, if there is one.
+    """
+    from contextlib import ExitStack
+
+    from rich.live import Live
+
+    from samestep import verify as module
+
+    if script is None and context.args:
+        raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
+    job = module.Job(script, context.args, epochs if script or epochs is not None else 1)
+    counts = module.counts("--devices", devices), module.counts("--processes", processes)
+    with ExitStack() as stack:
+        tell: Any = lambda report: None  # noqa: E731
+        if not as_json and out.is_terminal:
+            live = stack.enter_context(Live(console=out, refresh_per_second=4))
+            tell = lambda report: live.update(module.table(report))  # noqa: E731
+        report = module.verify(
+            job, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
+        )
+    if as_json:
+        print(report.to_json())
+    else:
+        if not out.is_terminal:
+            out.print(module.table(report))
+        out.print(report.conclusion(), markup=False)
+    raise typer.Exit(0 if report.same else 1)
 
 
 @app.command()

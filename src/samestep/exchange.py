@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from samestep.backends import Array, Backend, Vector
     from samestep.processes import World
 
-CHUNK = 1 << 19  # numbers of a slice that are sent at once: while some are added, others travel
+CHUNK = 1 << 21  # numbers of a slice that are sent at once: while some are added, others travel
 AHEAD = 4  # chunks on their way at once
 WAYS = ("tree", "gather", "ring", "sharded")
 

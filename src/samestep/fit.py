@@ -61,9 +61,7 @@ class Fit:
         self.step = 0  # updates made
         self.last = steps * trainer.max_epochs
         self.chain = hashlib.sha256()  # of the fingerprints of all steps
-        self.table: list[
-            np.ndarray[Any, Any]
-        ] = []  # [losses | hits] of the steps of this epoch that have been looked at
+        self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of the steps of this epoch, as far as looked at
         self.cadence = Cadence(trainer.checkpoint_every, steps)
         self.folder: RunFolder | None = None
         self.start: Event = {
@@ -142,8 +140,9 @@ class Fit:
             self.rates.observe(row)
         steps = [event for event in log if event["event"] == "steps" and event["epoch"] > len(self.result.history)]
         for event in steps:
-            losses, hits = event["loss"], event["hits"] or np.zeros_like(event["loss"])
-            self.table.append(np.stack([losses, hits], 1, dtype=np.float64))
+            losses = np.array(event["loss"], np.float64)
+            hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
+            self.table.append(np.stack([losses, hits], 1))
 
     def tensors(self) -> Tensors:
         """All that a checkpoint holds; it may share memory with what is being trained."""

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from samestep.errors import Invalid
@@ -43,25 +42,34 @@ def find(environ: Mapping[str, str] = os.environ) -> Place:
     Place(rank=0, size=1, local_rank=0, local_size=1, meet='')
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        local = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
+        rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+        local = number(environ, "LOCAL_RANK", 0), number(environ, "LOCAL_WORLD_SIZE", 1)
         meet = environ.get(MEET) or "env://"
-        if not 0 <= rank < size:
-            raise Invalid(f"RANK must be from 0 to WORLD_SIZE - 1 = {size - 1}, got RANK={rank}")
+        _check("RANK", rank, "WORLD_SIZE", size)
+        if "LOCAL_WORLD_SIZE" in environ:
+            _check("LOCAL_RANK", local[0], "LOCAL_WORLD_SIZE", local[1])
         return Place(rank, size, *local, meet) if size > 1 else Place()
-    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:  # inside srun, with several tasks
-        size, node = _number(environ, "SLURM_STEP_NUM_TASKS"), _number(environ, "SLURM_NODEID", 0)
+    if number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:  # inside srun, with several tasks
+        size, node = number(environ, "SLURM_STEP_NUM_TASKS"), number(environ, "SLURM_NODEID", 0)
         host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-        job = _number(environ, "SLURM_JOB_ID", 0) * 7 + _number(environ, "SLURM_STEP_ID", 0)
-        port = _number(environ, "MASTER_PORT", 20000 + job % 20000)
+        job = number(environ, "SLURM_JOB_ID", 0) * 7 + number(environ, "SLURM_STEP_ID", 0)
+        port = number(environ, "MASTER_PORT", 20000 + job % 20000)
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-        here = per_node[node] if node < len(per_node) else 1
-        return Place(_number(environ, "SLURM_PROCID"), size, _number(environ, "SLURM_LOCALID", 0), here,
-                     f"tcp://{host}:{port}")  # fmt: skip
+        rank, local_rank = number(environ, "SLURM_PROCID"), number(environ, "SLURM_LOCALID", 0)
+        here = per_node[node] if 0 <= node < len(per_node) else local_rank + 1
+        _check("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
+        _check("SLURM_LOCALID", local_rank, "the tasks of its node", here)
+        return Place(rank, size, local_rank, here, f"tcp://{host}:{port}")
     return Place()
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _check(name: str, rank: int, of: str, size: int) -> None:
+    if not 0 <= rank < size:
+        raise Invalid(f"{name} must be from 0 to {of} - 1 = {size - 1}, got {name}={rank}")
+
+
+def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number that a variable holds."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -178,17 +186,17 @@ def launch(command: Sequence[str], count: int) -> int:
         before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for rank in range(count):
-                env = {
-                    **os.environ,
-                    MEET: (Path(folder) / "meet").as_uri(),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(count),
-                }
+                if asked:
+                    break
+                env = {**os.environ, MEET: f"file://{folder}/meet", "RANK": str(rank), "WORLD_SIZE": str(count)}
                 env |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
                 env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
                 # A session of its own: a Ctrl-C in the terminal reaches it through us, once.
                 children.append(subprocess.Popen(command, env=env, start_new_session=True))
-            return _wait(children)
+                for signum in asked:  # it came while this one was being started
+                    children[-1].send_signal(signum)
+            status = _wait(children)
+            return 128 + asked[0] if asked and status else status
         finally:
             for child in children:
                 if child.poll() is None:

@@ -122,6 +122,8 @@ class Run:
             raise Invalid(f"{folder / name} is damaged: {error}") from error
         run = Run(recipe, [], folder=folder, average=average, _tensors=tensors)
         run.replay(log)
+        if not run.fingerprint:
+            raise Invalid(f"{folder} is not the folder of a finished run: events.jsonl does not come to an end")
         if fingerprint(tensors) != run.fingerprint:
             raise Invalid(f"{folder / 'weights.safetensors'} is damaged: its weights do not have the run's fingerprint")
         return run
@@ -156,9 +158,22 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any], besides: Iterable[
             for name in names if ours.get(name) != theirs.get(name)]  # fmt: skip
 
 
+def plain(tensors: Tensors) -> bytes:
+    """Tensors as a plain safetensors file."""
+    from safetensors.numpy import save
+
+    # In the order of their dimensions: save writes memory as it lies, and that of channels-last weights lies otherwise.
+    return save({name: np.asarray(tensor, order="C") for name, tensor in tensors.items()})
+
+
 def export(source: Path, target: Path, best: bool = False, average: bool = False) -> int | None:
     """Write the weights of a run or of a checkpoint as a plain safetensors file; returns the step, or None for the end."""
-    from safetensors.numpy import load_file, save
+
+    def put(tensors: Tensors) -> None:
+        try:
+            checkpoint.write(target, [plain(tensors)])
+        except OSError as error:
+            raise Invalid(f"{target} cannot be written: {error.strerror or error}") from error
 
     if os.path.isdir(source):
         files = checkpoint.paths(source)
@@ -167,7 +182,8 @@ def export(source: Path, target: Path, best: bool = False, average: bool = False
             judged = {file: value for file in files if (value := checkpoint.metric(file)) is not None}
             files = [min(judged, key=lambda file: (judged[file], file))] if judged else []
         elif final.exists():
-            checkpoint.write(target, [save(load_file(final))])
+            run = Run.load(source)  # which verifies them
+            put(run.average or {} if average else run.weights())
             return None
         if not files:
             raise Invalid(
@@ -178,7 +194,7 @@ def export(source: Path, target: Path, best: bool = False, average: bool = False
     tensors = found.group("average" if average else "model")
     if not tensors:
         raise Invalid(f"{source} has no averaged weights")
-    checkpoint.write(target, [save(tensors)])
+    put(tensors)
     return found.step
 
 
@@ -189,7 +205,7 @@ class RunFolder:
         self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0
     ) -> None:
         self.path, self._made = Path(path), list[Path]()
-        self._begun = False
+        self._held = self._begun = False
         self.checkpoint: Checkpoint | None = None  # to go on from
         self.log = b""  # the events that belong to it
         try:
@@ -198,40 +214,63 @@ class RunFolder:
                     break
                 self._made.append(folder)
             self.path.mkdir(parents=True, exist_ok=True)
+            new = [] if os.path.exists(self.path / "lock") else ["lock"]  # what to take back if nothing comes of it
             self._lock = open(self.path / "lock", "a")  # noqa: SIM115 - held for as long as the fit lasts
         except OSError as error:
             self._remove()
             raise self._unwritable(error) from error
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Invalid(f"another run is going on in {self.path}: choose another run_dir, or wait") from None
+            self._hold()
+            new += [name for name in ("events.jsonl", "recipe.json") if not os.path.exists(self.path / name)]
             self._find(recipe, resume, last)
-            if not self.checkpoint:  # a run that got nowhere may have been there
-                for old in ("weights.safetensors", "average.safetensors"):
-                    (self.path / old).unlink(missing_ok=True)
-            checkpoint.write(self.path / "recipe.json", [json.dumps(recipe, indent=2).encode() + b"\n"])
-            self._begun = self.checkpoint is not None
-            self._events = open(self.path / "events.jsonl", "ab")  # noqa: SIM115
-            if self._events.tell() != len(self.log) or (self.path / "events.jsonl").read_bytes() != self.log:
-                self._events.truncate(0)
-                self._events.write(self.log)
-                self._events.flush()
-        except OSError as error:
-            self._lock.close()
-            for name in ("recipe.json.tmp", *([] if self._begun else ["recipe.json", "lock"])):
+            if self.checkpoint:  # the run began from those weights, whatever the model that was passed now holds
+                recipe["initial"] = self.checkpoint.about["recipe"]["initial"]
+            self._prepare(recipe, last)
+        except BaseException as error:
+            for name in new if self._held else []:
                 with suppress(OSError):
                     (self.path / name).unlink()
             self._remove()
-            raise self._unwritable(error) from error
-        except BaseException:
             self._lock.close()
+            if isinstance(error, OSError):
+                raise self._unwritable(error) from error
             raise
-        for newer in checkpoint.paths(self.path):  # damaged, or about to be made again
-            if not self.checkpoint or newer > checkpoint.path_of(self.path, self.checkpoint.step):
-                newer.unlink()
+        self._begun = self.checkpoint is not None
         self.writer = Writer(self.path, keep, self._sync)
+
+    def _hold(self) -> None:
+        """Keep other runs out, for as long as the lock file is open."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._held = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / "lock"))
+        except (BlockingIOError, FileNotFoundError):  # held, or taken away by one that had held it
+            pass
+        if not self._held:
+            raise Invalid(f"another run is going on in {self.path}: choose another run_dir, or wait")
+
+    def _prepare(self, recipe: dict[str, Any], last: int) -> None:
+        """Make the folder one of a run that is going on. Killed in between, it can still be resumed."""
+        log, about, found = self.path / "events.jsonl", self.path / "recipe.json", self.checkpoint
+        for file in checkpoint.paths(self.path):  # damaged, or about to be made again
+            if not found or file > checkpoint.path_of(self.path, found.step):
+                file.unlink()
+        for file in (self.path / checkpoint.FOLDER).glob("step-*.safetensors.tmp"):  # half-written
+            file.unlink()
+        if self.log and not (log.exists() and log.read_bytes().startswith(self.log)):
+            checkpoint.write(log, [self.log])
+        elif log.exists():
+            os.truncate(log, len(self.log))
+        if found and not (own := checkpoint.path_of(self.path, found.step)).exists():  # it is that of another folder
+            own.parent.mkdir(exist_ok=True)
+            checkpoint.write(own, checkpoint.pack({**found.about, "recipe": recipe}, found.tensors))
+        text = json.dumps(recipe, indent=2).encode() + b"\n"
+        if not about.exists() or about.read_bytes() != text:
+            checkpoint.write(about, [text])
+        if not found or found.step < last:  # the weights will be others
+            for old in ("weights.safetensors", "average.safetensors"):
+                (self.path / old).unlink(missing_ok=True)
+        self._digest, self._synced = hashlib.sha256(self.log), False
+        self._events = open(log, "ab")  # noqa: SIM115
 
     def _unwritable(self, error: OSError) -> Invalid:
         return Invalid(
@@ -253,16 +292,18 @@ class RunFolder:
             if not self.checkpoint:
                 raise Invalid(f"resume: {given} has no checkpoint that can be used")
             return
-        if not there.exists():
+        files = checkpoint.paths(self.path)
+        if not there.exists() and not files:
             return
         if resume is False:
             raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
-        try:
-            old = json.loads(there.read_text())
-        except ValueError as error:
-            raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
-        self._check(recipe, old, self.path, IMMATERIAL)
-        self._take(checkpoint.paths(self.path), recipe, IMMATERIAL, last)
+        if there.exists():
+            try:
+                old = json.loads(there.read_text())
+            except ValueError as error:
+                raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
+            self._check(recipe, old, self.path, IMMATERIAL)
+        self._take(files, recipe, IMMATERIAL, last)
         if not self.checkpoint and (self.path / "weights.safetensors").exists():
             raise Invalid(
                 f"run folder {self.path} holds a finished run without a checkpoint: choose another, or delete it"
@@ -283,11 +324,14 @@ class RunFolder:
             try:
                 found = checkpoint.read(file)
                 log = (file.parent.parent / "events.jsonl").read_bytes()[: found.about["events"]]
+                if hashlib.sha256(log).hexdigest() != found.about["events_sha256"]:
+                    raise Invalid(f"{file.parent.parent / 'events.jsonl'} does not go with it")
                 prints = [p for event in events(log) if event["event"] == "steps" for p in event["fingerprint"]]
                 if len(prints) != found.step or chain(prints) != found.about["chain"]:
-                    raise Invalid(f"{file.parent.parent / 'events.jsonl'} does not go with it")
-            except (OSError, ValueError) as error:
-                warnings.warn(f"checkpoint {file} cannot be used, the one before it is: {error}", stacklevel=5)
+                    raise Invalid(f"the fingerprints in {file.parent.parent / 'events.jsonl'} are not its own")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                instead = "the one before it is" if file != files[0] else "and there is none before it"
+                warnings.warn(f"checkpoint {file} cannot be used, {instead}: {error}", stacklevel=6)
                 continue
             self._check(recipe, found.about["recipe"], file.parent.parent, besides)
             if found.step > last:
@@ -300,7 +344,9 @@ class RunFolder:
 
     def __call__(self, event: Event) -> None:
         try:
-            self._events.write(json.dumps(event).encode() + b"\n")
+            line = json.dumps(event).encode() + b"\n"
+            self._events.write(line)
+            self._digest.update(line)
             if event["event"] != "start":
                 self._begun = True
                 self._events.flush()
@@ -309,17 +355,22 @@ class RunFolder:
 
     def save(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Have a checkpoint written, of which the log up to now is a part."""
-        self._events.flush()
-        self.writer.submit({**about, "events": self._events.tell()}, tensors)
+        try:
+            self._events.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        log = {"events": self._events.tell(), "events_sha256": self._digest.hexdigest()}
+        self.writer.submit({**about, **log}, tensors)
 
     def _sync(self) -> None:
         os.fsync(self._events.fileno())
+        if not self._synced:  # the names of the log and of the folder of checkpoints
+            checkpoint.sync_folder(self.path)
+            self._synced = True
 
     def weights(self, tensors: Tensors, name: str = "weights.safetensors") -> None:
-        from safetensors.numpy import save
-
         try:
-            checkpoint.write(self.path / name, [save(tensors)])
+            checkpoint.write(self.path / name, [plain(tensors)])
         except OSError as error:
             raise self._unwritable(error) from error
 

@@ -53,9 +53,9 @@ def watched_groups(monkeypatch, touch=lambda group: None):
     """How many devices the current run has, for twins that need to know; `touch` is called with each new group."""
     make, seen = ss.Trainer._group, {}
 
-    def group(self, backend, model, devices):
+    def group(self, backend, model, devices, *rest):
         seen["devices"] = len(devices)
-        made = make(self, backend, model, devices)
+        made = make(self, backend, model, devices, *rest)
         touch(made)
         return made
 

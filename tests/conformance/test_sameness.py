@@ -4,6 +4,7 @@ import pytest
 
 import samestep as ss
 from conformance import suite
+from samestep.step import Group
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
 
@@ -15,6 +16,37 @@ def test_same_bits_on_any_number_of_devices(kind, model, batches):
     n, batch_size = suite.BATCHES[batches]
     counts = (2, 3, 5, 7, 8) if kind == "cpu" else (2, 3, 4)
     suite.check(lambda k: suite.fit(model, [kind] * k, n, batch_size), counts)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(patch, steps):
+    """Fail between two steps, as whatever ends a fit from outside does."""
+    step = Group.step
+
+    def fail(self, pass_, spans, keys, lr, t):
+        if t == steps:
+            raise Stopped
+        return step(self, pass_, spans, keys, lr, t)
+
+    patch.setattr(Group, "step", fail)
+
+
+@pytest.mark.parametrize("model", ["embedding", "mlp_with_dropout", "resnet_with_batch_norm"])
+@pytest.mark.parametrize("kind", ["cpu", GPU])
+def test_same_bits_when_stopped_and_resumed_on_another_number_of_devices(kind, model, tmp_path):
+    """Stopped after the first of four steps on two devices, in the second epoch on three, and finished on one."""
+    whole = suite.fit(model, kind)
+    for steps, count in ((1, 2), (3, 3)):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_after(patch, steps)
+            with pytest.raises(Stopped):
+                suite.fit(model, [kind] * count, run_dir=tmp_path, checkpoint_every=1)
+    run = suite.fit(model, kind, run_dir=tmp_path)
+    assert (whole.resumed, run.resumed) == (None, 3)
+    suite.same(run, whole)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 7, 16])

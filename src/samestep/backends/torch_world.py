@@ -6,11 +6,15 @@ the library.
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +23,21 @@ import torch.distributed as dist
 
 from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
-from samestep.processes import Alone, Place, World
+from samestep.processes import Alone, Place, World, number
 
-CAUSE = "samestep/cause"  # in the store: why the run ends
+CAUSE = "cause"  # in the store: why the run ends
 TRANSPORT = "SAMESTEP_TRANSPORT"  # gloo or nccl, to overrule the choice
+PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all
+ALIVE = 1.0  # seconds within which a process that has closed its connections says why, if it can
+FAREWELL = 5.0  # seconds that a failing process which holds the store stays at most, so that the others can read why
+NEVER = 2**31 - 1  # a tag under which nothing is ever sent
 Works = list[tuple[int, Any]]
 
 c10d: Any = dist  # stores are there, but not exported by name
 
 _joined: TorchWorld | None = None
+_stores: dict[str, tuple[Any, bool]] = {}  # by where they are met: a process comes there once
+_times = itertools.count()  # after a failure that all survive they join again, and nothing is left of what was before
 
 
 def join(place: Place, timeout: float, devices: Sequence[Device]) -> World:
@@ -37,7 +47,11 @@ def join(place: Place, timeout: float, devices: Sequence[Device]) -> World:
         return Alone()
     if _joined is None or _joined.broken:
         _joined = TorchWorld(place, timeout)
-    _joined.prepare(devices, timeout)
+    try:
+        _joined.prepare(devices, timeout)
+    except BaseException as error:
+        _joined.fail(error)
+        raise
     return _joined
 
 
@@ -46,41 +60,28 @@ class TorchWorld:
         self.timeout, self.broken = timeout, False
         self._tags = {"host": 0, "vector": 0}
         limit = timedelta(seconds=timeout)
-        if dist.is_initialized():  # by the user's script
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            self._store = c10d.PrefixStore("samestep", c10d.distributed_c10d._get_default_store())
-            self._host = dist.new_group(backend="gloo", timeout=limit)
-        else:
+        self._made = not dist.is_initialized()  # else by the user's script, whose group it stays
+        if self._made:
             self.rank, self.size = place.rank, place.size
-            self._store = self._meet(place, limit)
-            dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
-            self._host = dist.group.WORLD
-        self._vector, self._through = self._host, torch.device("cpu")
-
-    def _meet(self, place: Place, limit: timedelta) -> Any:
-        """The store that all processes reach, once all have come."""
-        try:
-            if place.meet.startswith("file://"):
-                store: Any = c10d.FileStore(place.meet.removeprefix("file://"), place.size)
-            elif place.meet == "env://":
-                store = next(iter(c10d.rendezvous("env://", timeout=limit)))[0]
-            else:
-                host, _, port = place.meet.removeprefix("tcp://").rpartition(":")
-                store = c10d.TCPStore(host, int(port), place.size, place.rank == 0, limit, wait_for_workers=False)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise ProcessFailed(f"rank {place.rank} cannot reach the others: {_first_line(error)}") from error
-        store.set(f"samestep/here/{place.rank}", b"1")
-        missing = list(range(place.size))
-        for rank in range(place.size):
-            with suppress(RuntimeError):
-                store.wait(
-                    [f"samestep/here/{rank}"], limit if len(missing) == place.size - rank else timedelta(milliseconds=1)
-                )
-                missing.remove(rank)
+            if place.meet not in _stores:
+                _stores[place.meet] = _meet(place, limit)
+            store, self._holds = _stores[place.meet]
+        else:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            store, self._holds = c10d.distributed_c10d._get_default_store(), self.rank == 0
+        self._store = c10d.PrefixStore(f"samestep/{next(_times)}", store)
+        self._store.set(f"here/{self.rank}", "")
+        missing = _without(self._store, "here", range(self.size), timeout)
         if missing:
             names = ", ".join(map(str, missing))
-            raise ProcessFailed(f"rank {names} has not come within {limit.total_seconds():g} s: was it started?")
-        return store
+            who = f"ranks {names} have" if missing[1:] else f"rank {names} has"
+            hint = "were they started?" if missing[1:] else "was it started?"
+            raise ProcessFailed(f"{who} not come within {timeout:g} s: {hint}")
+        with self._named(None):
+            if self._made:
+                dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
+            self._host: Any = dist.group.WORLD if self._made else dist.new_group(backend="gloo", timeout=limit)
+        self._vector, self._through = self._host, torch.device("cpu")
 
     def prepare(self, devices: Sequence[Device], timeout: float) -> None:
         """Choose how vectors travel: from GPU to GPU where every process has GPUs of its own, else through the host."""
@@ -169,13 +170,37 @@ class TorchWorld:
 
     def fail(self, error: BaseException) -> None:
         text = str(error) if isinstance(error, ProcessFailed) else f"rank {self.rank} failed: {_named(error)}"
-        with suppress(RuntimeError):  # the store may be gone, with the process that held it
-            if not self._store.check([CAUSE]):
-                self._store.set(CAUSE, text)
+        self._ask(lambda store: store.compare_set(CAUSE, "", text))
         self.broken = True
-        with suppress(RuntimeError), warnings.catch_warnings():
+        # Close the connections: nobody must wait for us any longer, nor a thread of ours for them. Gloo does that when a wait
+        # takes too long; to destroy the group closes nothing for as long as anything refers to it.
+        with suppress(RuntimeError):
+            self._host.recv([torch.zeros(1)], (self.rank + 1) % self.size, NEVER).wait(timedelta(milliseconds=1))
+        if self._holds:
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            self._ask(lambda store: _without(store, "told", others, FAREWELL), FAREWELL)
+        else:
+            self._ask(lambda store: store.set(f"told/{self.rank}", ""))
+        with suppress(RuntimeError, ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dist.destroy_process_group()  # closes the connections: nobody waits for us any longer
+            dist.destroy_process_group(None if self._made else self._host)
+
+    def _ask(self, question: Callable[[Any], Any], seconds: float = PATIENCE) -> Any:
+        """What the store says to a question, if anything: where its host cannot be reached, the question has no end."""
+        store, answers = self._store, list[Any]()
+        if store is None:
+            return None
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # it is gone, with the process that held it
+                answers.append(question(store))
+
+        thread = threading.Thread(target=ask, name="samestep-ask", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            self._store = None  # once is enough
+        return answers[0] if answers else None
 
     @contextmanager
     def _named(self, rank: int | None) -> Iterator[None]:
@@ -187,15 +212,72 @@ class TorchWorld:
             raise ProcessFailed(self._cause(rank, error)) from error
 
     def _cause(self, rank: int | None, error: Exception) -> str:
-        late = "imed out" in str(error) or "imeout" in str(error)
-        with suppress(RuntimeError):
-            # Whoever fails says why before it closes its connections, so the cause is there unless it was killed.
-            if self._store.check([CAUSE]):
-                return str(self._store.get(CAUSE), "utf-8")
-        who = "a process" if rank is None or rank < 0 else f"rank {rank}"
+        late, lost = "imed out" in str(error) or "imeout" in str(error), -1 if rank is None else rank
+        patience = PATIENCE + self.timeout / 10  # they have not all begun to wait at one moment
+        return self._ask(partial(self._trace, lost, late, patience), patience + 1) or self._lost(lost, late)
+
+    def _trace(self, rank: int, late: bool, patience: float, store: Any) -> str:
+        """Why the run ends: what a failing process has said, or who is lost at the end of the chain of those who wait.
+
+        Whoever fails says why before it closes its connections. One that has waited in vain closes them as well, but is
+        alive: it leaves a note of whom it has waited for.
+        """
+        if not store.check([CAUSE]):
+            store.set(f"lost/{self.rank}", f"{rank} {late:d}")
+            asked, began = {self.rank}, time.monotonic()
+            if rank < 0:  # not told by the library
+                silent = _without(store, "lost", [q for q in range(self.size) if q != self.rank], ALIVE)
+                rank = silent[0] if len(silent) == 1 else -1
+            culprit = rank, late
+            while rank >= 0 and rank not in asked:
+                asked.add(rank)
+                if _without(store, "lost", [rank], began + (patience if late else ALIVE) - time.monotonic()):
+                    culprit = rank, late
+                    break
+                other, again = store.get(f"lost/{rank}").split()
+                rank, late = int(other), bool(int(again))
+            store.compare_set(CAUSE, "", self._lost(*culprit))
+        return str(store.get(CAUSE), "utf-8")
+
+    def _lost(self, rank: int, late: bool) -> str:
+        who = "a process" if rank < 0 else f"rank {rank}"
         if late:
             return f"{who} has not answered for {self.timeout:g} s: it hangs, or its host cannot be reached"
         return f"{who} is gone: it was killed, or its host was lost"
+
+
+def _meet(place: Place, limit: timedelta) -> tuple[Any, bool]:
+    """The store that all processes reach, and whether this process holds it for them."""
+    if place.meet.startswith("file://"):
+        return c10d.FileStore(place.meet.removeprefix("file://"), place.size), False
+    if place.meet == "env://":
+        host, port = os.environ.get("MASTER_ADDR", ""), number(os.environ, "MASTER_PORT")
+        holds = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun holds it itself
+        if not host:
+            raise Invalid("the environment variable MASTER_ADDR must name the host of rank 0, and is not set")
+    else:
+        host, port = place.meet.removeprefix("tcp://").rpartition(":")[0], int(place.meet.rpartition(":")[2])
+        holds = place.rank == 0
+    try:
+        store = c10d.TCPStore(host, port, place.size, holds, limit, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        if holds:
+            raise ProcessFailed(f"rank 0 cannot listen at {host}:{port}: {_first_line(error)}") from error
+        raise ProcessFailed(
+            f"rank {place.rank} cannot reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
+        ) from error
+    return store, holds
+
+
+def _without(store: Any, name: str, ranks: Sequence[int], seconds: float) -> list[int]:
+    """Which of these ranks leave no note of this name in the store within so many seconds."""
+    end, missing = time.monotonic() + seconds, []
+    for rank in ranks:
+        try:
+            store.wait([f"{name}/{rank}"], timedelta(seconds=max(end - time.monotonic(), 0.001)))
+        except RuntimeError:
+            missing.append(rank)
+    return missing
 
 
 def _serial(device: Device) -> str:

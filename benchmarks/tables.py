@@ -88,7 +88,58 @@ def accuracy() -> str:
     return "\n\n".join(blocks)
 
 
-TABLES = {"sameness": sameness, "accuracy": accuracy, "cost": cost, "schedules": schedules}
+def chaos() -> str:
+    """Kills at random moments, by moment."""
+    blocks = []
+    for result in results("chaos"):
+        moments = {"step": "a step was logged", "checkpoint": "a checkpoint was being written",
+                   "opening": "the run folder was being opened", "end": "the final weights were being written"}  # fmt: skip
+        rows = []
+        for moment in [*moments, ""]:
+            kills = [row for row in result["rows"] if moment in ("", row["moment"])]
+            counts = [len(kills), sum(row["killed"] == "all" for row in kills), sum(row["half"] > 0 for row in kills),
+                      sum(row["another"] for row in kills)]  # fmt: skip
+            rows.append([moments.get(moment, "all"), *map(str, counts)])
+        header = ["killed when", "kills", "all processes at once", "left a half-written file", "resumed in another way"]
+        runs, kills = (f"{result[f'{what}_same']} of {result[what]} {what}" for what in ("runs", "kills"))
+        words = f"{runs}, with {kills}, ended with the bits of the run that nobody killed"
+        blocks.append(f"{about(result)}; {words}\n\n{table(header, rows)}")
+    return "\n\n".join(blocks)
+
+
+def checkpoint() -> str:
+    """What a checkpoint costs."""
+    blocks = []
+    for result in results("checkpoint"):
+        small, large = result["rows"]
+        ratio = f"{small['ratio']:.3f} ({small['least']:.3f} - {small['most']:.3f})"
+        written = f"{small['written']} of {small['steps'] + 1} written"
+        rows = [
+            ["LeNet, no checkpoint", f"{small['without']:.2f} ms/step", ""],
+            ["LeNet, one after every step", f"{small['with']:.2f} ms/step", f"{ratio}; {written}"],
+            [f"{large['name']}: a step waits", f"{large['waits']:.0f} ms", f"of a step of {large['step']:.0f} ms"],
+            [f"{large['name']}: one plain copy of the same tensors", f"{large['copy']:.0f} ms", ""],
+        ]
+        blocks.append(f"{about(result)}; {result['rounds']} rounds\n\n{table(['', '', 'ratio'], rows)}")
+    return "\n\n".join(blocks)
+
+
+def exchange() -> str:
+    """The exchange between processes against all_reduce."""
+    rows, title = [], ""
+    for count in (2, 4):
+        for result in results(f"exchange-{count}"):
+            title = about(result)
+            rows += [
+                [str(r["processes"]), f"{r['megabytes']:g} MB", f"{r['all_reduce']:.1f} ms", f"{r['ours']:.1f} ms",
+                 f"{r['ratio']:.2f}", f"{r['bytes']:.2f}", f"{r['ring']:.2f}"] for r in result["rows"]
+            ]  # fmt: skip
+    header = ["processes", "vector", "all_reduce", "samestep", "ratio", "vectors sent by a process", "by a ring"]
+    return f"{title}\n\n{table(header, rows)}"
+
+
+TABLES = {"sameness": sameness, "accuracy": accuracy, "cost": cost, "schedules": schedules, "chaos": chaos,
+          "checkpoint": checkpoint, "exchange": exchange}  # fmt: skip
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ import samestep as ss
 from samestep import draws, fit, run, step
 from samestep.backends import torch_replica, torch_world
 from samestep.devices import cpu
-from samestep.errors import NotFinite
+from samestep.errors import NotFinite, ProcessFailed
 from samestep.processes import find
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure
@@ -206,7 +206,10 @@ def evaluated(folder: Path) -> dict[str, Any]:
 def own_group(folder: Path, **settings: Any) -> dict[str, Any]:
     """A script that uses torch.distributed itself, before samestep and after it."""
     dist.init_process_group("gloo")
-    seen = one(folder, **settings)
+    try:
+        seen = one(folder, **settings)
+    except (ValueError, ProcessFailed) as error:
+        seen = {"caught": str(error)}
     numbers = [torch.zeros(1) for _ in range(dist.get_world_size())]
     dist.all_gather(numbers, torch.tensor([float(dist.get_rank())]))
     dist.destroy_process_group()
@@ -315,10 +318,10 @@ def pausing(pause: Callable[[], None], devices: int = 1) -> ss.Run:
     return trainer.fit(Pausing(pause), ss.Data((X[:16], Y[:16])))  # one step
 
 
-def overlap(folder: Path, devices: int = 1) -> dict[str, Any]:
+def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[str, Any]:
     """A step in which the first layer's backward waits until the last layer's band has been summed over all processes.
 
-    If bands were sent after the backward pass, this would wait for ever; it waits for DEADLINE.
+    If bands were sent after the backward pass, this would wait for ever; it waits until the deadline.
     """
     told: list[str] = []
     summed = threading.Event()
@@ -328,7 +331,7 @@ def overlap(folder: Path, devices: int = 1) -> dict[str, Any]:
     def pause() -> None:
         if steps and not steps[-1]._missing[0]:  # all shards of this process have delivered their first band
             told.append("the first layer's backward waits")
-            if not summed.wait(DEADLINE):
+            if not summed.wait(deadline):
                 raise TimeoutError("no band was sent while the backward pass went on")
 
     def delivering(self: Any, i: int, shard: int, band: int, vector: Any) -> None:
@@ -392,6 +395,15 @@ def twin(name: str) -> None:
     elif name == "shuffles by rank":
         order = draws.order
         draws.order = lambda seed, *rest: order(seed + rank, *rest)
+    elif name == "sends at the end":
+        send_all = step.Step.send
+
+        def waiting(self: Any) -> Any:
+            for event in self._ready:
+                event.wait()
+            return send_all(self)
+
+        step.Step.send = waiting  # type: ignore[method-assign]
     elif name == "saves what rank 0 has":
         save, send = fit.Fit.save, step.Step.send
         local: list[torch.Tensor] = []

@@ -37,7 +37,7 @@ X = RANDOM.standard_normal((40, 5)).astype(np.float32)
 Y = RANDOM.integers(0, 3, 40)
 DATA = ss.Data(train=(X, Y), test=(X[:9] + 1, Y[:9]))
 STEPS = 3  # of an epoch: 16 + 16 + 8 examples
-DEADLINE = 60.0  # seconds after which a test that waits has failed
+DEADLINE = 180.0  # seconds after which a test that waits has failed
 FULL = os.strerror(errno.ENOSPC)
 
 
@@ -183,7 +183,7 @@ def test_the_hash_covers_all_but_itself(made: tuple[ss.Run, Path]) -> None:
     assert hashlib.sha256(blank).hexdigest() == kept
 
 
-def test_without_test_examples_the_training_loss_is_the_metric(folder: Path) -> None:
+def test_without_test_examples_the_training_loss_is_the_metric(folder: Path, patient: None) -> None:
     run = fit((X, Y), run_dir=folder)
     assert [checkpoint.metric(path) for path in paths(folder)] == [row["train_loss"] for row in run.history]
 

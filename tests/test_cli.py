@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from test_checkpoint import be_patient
 
 import samestep as ss
 from samestep import cli, fashion
@@ -275,7 +276,8 @@ def test_a_script_goes_on_where_it_was(samestep: Samestep, script: Callable[...,
 # export
 
 
-def test_export(samestep: Samestep) -> None:
+def test_export(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     trained = samestep("train", *QUICK, "--epochs", 2, "--run-dir", "run", "-q")
     run = ss.Run.load("run")
     assert samestep("export", "run", "w.safetensors") == Done(0, "w.safetensors: the weights at the end\n", "")
@@ -528,11 +530,14 @@ def test_version(samestep: Samestep) -> None:
 
 
 OPTIONS = {
-    (): ["--version", "train", "diff", "export", "schedule", "devices", "data"],
+    (): ["--version", "train", "verify", "diff", "export", "schedule", "devices", "data"],
     ("train",): [
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
         "-q", "--checkpoint-every", "--resume", "--processes",
+    ],
+    ("verify",): [
+        "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",
     ],
     ("diff",): ["--json"],
     ("export",): ["--best", "--average"],

@@ -96,7 +96,7 @@ Launch = Callable[..., Ranks]
 def forks() -> Any:
     """A context whose processes are forked from one that has loaded what they need."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(JOB.parent))
+        patch.setenv("PYTHONPATH", str(JOB.parent), prepend=os.pathsep)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([JOB.stem])
         forkserver.ensure_running()
@@ -262,6 +262,10 @@ def test_same_bits_in_a_script_that_has_its_own_process_group(launch: Launch, ex
         assert seen.status == 0, seen
         check_same(expected, seen.told, "bands")
         assert seen.told["gathered"] == [0.0, 1.0]  # it is still theirs
+    for seen in launch(2, "own group", "tcp", **{"rank 1": {"befall": ["raise", 1, "middle"]}}).end():
+        assert seen.status == 0, seen
+        assert seen.told["caught"].startswith(("boom", "rank 1 failed: ValueError: boom"))
+        assert seen.told["gathered"] == [0.0, 1.0]  # also after a failure
 
 
 def test_evaluation_is_of_the_model_of_rank_0(launch: Launch, tmp_path: Path) -> None:
@@ -284,6 +288,11 @@ def test_a_band_is_sent_while_the_backward_pass_goes_on(devices: int, launch: La
         ends = [i for i, event in enumerate(told) if event == "a shard's backward ends"]
         assert told.index("the first layer's backward waits") < told.index("sending ends") < ends[-1]
         assert told.count("sending ends") == 3
+
+
+def test_a_twin_that_sends_after_the_backward_pass_is_rejected(launch: Launch) -> None:
+    for seen in launch(2, "overlap", twin="sends at the end", deadline=2).end():
+        assert seen.error[1].endswith("no band was sent while the backward pass went on")
 
 
 # Going on elsewhere
@@ -358,12 +367,19 @@ def test_an_exception_in_one_process_ends_all_with_its_message(who: int, meet: s
     check_all(ranks, told)
 
 
-@pytest.mark.parametrize("name", ["dropout", "bands"])
-def test_a_process_that_catches_the_exception_and_goes_on_keeps_nobody(name: str, launch: Launch) -> None:
+@pytest.mark.parametrize("meet", ["file", "tcp"])
+@pytest.mark.parametrize(("name", "where", "others"), [("dropout", "before", [2]), ("bands", "bands", [0, 2])])
+def test_processes_that_catch_the_exception_and_go_on_keep_nobody(
+    name: str, where: str, others: list[int], meet: str, launch: Launch
+) -> None:
     """With bands, one is on its way when the failure comes, and a thread waits for the others' answer."""
-    where = "bands" if name == "bands" else "middle"
-    ranks = launch(3, "one", name=name, **{"rank 1": {"befall": ["raise", 1, where], "catch": True}})
-    check_all(ranks.end(besides=[1]), [("ProcessFailed", "rank 1 failed: ValueError: boom")] * 2)
+    given: dict[str, Any] = {f"rank {rank}": {"catch": True} for rank in {0, 1, 2} - set(others)}
+    given["rank 1"]["befall"] = ["raise", 1, where]
+    ranks = launch(3, "one", meet, name=name, **given)
+    check_all(
+        ranks.end(besides=list({0, 1, 2} - set(others))),
+        [("ProcessFailed", "rank 1 failed: ValueError: boom")] * len(others),
+    )
     assert ranks.running[1].is_alive()
     (ranks.folder / "go on").touch()
     last = ranks.end()[1]

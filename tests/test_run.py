@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors.numpy import load_file
+from test_checkpoint import be_patient
 
 import samestep as ss
 from samestep.draws import order
@@ -38,8 +39,9 @@ def fit(data: Any = DATA, **settings: Any) -> ss.Run:
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look at the device per epoch, also on a machine that is slow today."""
+    """One look at the device per epoch and every checkpoint written, also on a machine that is slow today."""
     monkeypatch.setattr("samestep.fit.LIVE", 1e9)
+    be_patient(monkeypatch)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

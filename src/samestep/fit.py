@@ -97,6 +97,8 @@ class Fit:
                     self.epoch(epoch)
             self.end()
             failed = False
+            if self.signals.asked:  # after the last vote: the run is whole, and the signal still counts
+                self.signals.end()
         finally:
             for closing in (self.feed, self.test, display, self.group):
                 if closing:

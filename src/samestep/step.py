@@ -147,7 +147,10 @@ class Group:
 
     def _noise(self, t: int) -> NDArray[Any]:
         parameters = self.replicas[0].parameters
-        return draws.normal(self.seed, t, len(parameters), str(parameters.dtype).rpartition(".")[2])
+        z = draws.normal(self.seed, t, len(parameters), str(parameters.dtype).rpartition(".")[2])
+        for gap in self.replicas[0].gaps:
+            z[gap] = 0  # in no checkpoint, so it must not move
+        return z
 
     def evaluate(self, pass_: Pass, spans: Sequence[Span], keys: Sequence[int]) -> NDArray[np.float64]:
         """[loss, hits] of every shard of a pass, each example once, all devices sharing the work. This waits."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from conformance import suite  # noqa: E402
+from conformance import suite
 
 if __name__ == "__main__":
     for name in suite.MODELS:

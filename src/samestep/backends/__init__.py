@@ -56,6 +56,7 @@ class Replica(Protocol):
     parameters: Vector  # the trainable weights; writing to it is what `assign` is for
     size: int  # of the vector that `gradient` returns
     bands: Sequence[Span]  # ranges of it, in the order in which the backward pass is likely to finish them
+    gaps: Sequence[slice]  # where no weight lies in `parameters`; zero from beginning to end
 
     def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
         """The vector described above for one shard, with noise drawn from the key.

@@ -338,6 +338,8 @@ def mixed(words: Array) -> Array:
 
 
 class JaxReplica:
+    gaps: Sequence[slice] = ()
+
     def __init__(
         self, given: tuple[Any, Any, Any], loss: Any, device: Device, shards: int, place: Any, home: Any
     ) -> None:

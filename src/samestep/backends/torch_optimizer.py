@@ -98,6 +98,13 @@ class TorchUpdater:
             else:
                 state.setdefault(int(i), {})[name] = value
         self.optimizer.load_state_dict({**whole, "state": state})
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, slots in state.items():  # torch has given them the weights' type, and the order of what was read
+            like, held = parameters[number].detach(), self.optimizer.state[parameters[number]]
+            for name, slot in slots.items():
+                if isinstance(slot, torch.Tensor):
+                    shaped = like if slot.shape == like.shape else slot
+                    held[name] = torch.empty_like(shaped, dtype=slot.dtype, device=held[name].device).copy_(slot)
 
 
 def _copied(given: torch.optim.Optimizer, ours: dict[int, torch.nn.Parameter]) -> torch.optim.Optimizer:

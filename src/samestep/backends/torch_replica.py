@@ -163,6 +163,7 @@ class TorchReplica:
             self.weights = Flat(trained, self._place)
             self.buffers = [Flat(group, self._place) for group in buffers.values()]
             self.parameters = self.weights.vector
+            self.gaps = [slice(piece.stop, piece.stop + piece.pad) for piece in self.weights.pieces]
             # Original tensor → ours. What is neither trained nor a kept buffer never changes: one copy serves all lanes.
             self._ours = dict(zip(map(id, trained), self.weights.views, strict=True))
             for group, flat in zip(buffers.values(), self.buffers, strict=True):

@@ -6,10 +6,11 @@ the library.
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,7 +38,6 @@ c10d: Any = dist  # stores are there, but not exported by name
 
 _joined: TorchWorld | None = None
 _stores: dict[str, tuple[Any, bool]] = {}  # by where they are met: a process comes there once
-_times = itertools.count()  # after a failure that all survive they join again, and nothing is left of what was before
 
 
 def join(place: Place, timeout: float, devices: Sequence[Device]) -> World:
@@ -69,9 +69,7 @@ class TorchWorld:
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             store, self._holds = c10d.distributed_c10d._get_default_store(), self.rank == 0
-        self._store = c10d.PrefixStore(f"samestep/{next(_times)}", store)
-        self._store.set(f"here/{self.rank}", "")
-        missing = _without(self._store, "here", range(self.size), timeout)
+        self._store, missing = _gather(store, self.rank, self.size, timeout)
         if missing:
             names = ", ".join(map(str, missing))
             who = f"ranks {names} have" if missing[1:] else f"rank {names} has"
@@ -174,10 +172,11 @@ class TorchWorld:
         self.broken = True
         # Close the connections: nobody must wait for us any longer, nor a thread of ours for them. Gloo does that when a wait
         # takes too long; to destroy the group closes nothing for as long as anything refers to it.
-        with suppress(RuntimeError):
-            self._host.recv([torch.zeros(1)], (self.rank + 1) % self.size, NEVER).wait(timedelta(milliseconds=1))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        for rank in others:  # from one that is closed already, nothing can be waited for
+            with suppress(RuntimeError):
+                self._host.recv([torch.zeros(1)], rank, NEVER).wait(timedelta(milliseconds=1))
         if self._holds:
-            others = [rank for rank in range(self.size) if rank != self.rank]
             self._ask(lambda store: _without(store, "told", others, FAREWELL), FAREWELL)
         else:
             self._ask(lambda store: store.set(f"told/{self.rank}", ""))
@@ -267,6 +266,39 @@ def _meet(place: Place, limit: timedelta) -> tuple[Any, bool]:
             f"rank {place.rank} cannot reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
         ) from error
     return store, holds
+
+
+def _gather(store: Any, rank: int, size: int, seconds: float) -> tuple[Any, list[int]]:
+    """Wait for all processes: a part of the store that nobody has used before, and the ranks that have not come.
+
+    torchrun keeps its store when it starts its processes again, and all that survive a failure come to the same one, so
+    what lies there may be of processes that are no more. Therefore everybody draws a number, rank 0 says which numbers it
+    has seen, and whoever finds its own among them knows that this was said now.
+    """
+    mine, said, end = uuid.uuid4().hex, "", time.monotonic() + seconds
+    numbers, here = [f"samestep/number/{r}" for r in range(size)], [f"here/{r}" for r in range(size)]
+    part: Any = None
+    try:
+        store.set(numbers[rank], mine)
+        while not (part and part.check(here)):
+            if rank == 0:
+                seen = json.dumps([mine, [store.get(key).decode() for key in numbers if store.check([key])]])
+                if seen != said:
+                    store.set("samestep/seen", seen)
+                    said = seen
+            if not part and store.check(["samestep/seen"]):
+                first, drawn = json.loads(store.get("samestep/seen"))
+                if mine in drawn:
+                    part = c10d.PrefixStore(f"samestep/{first}", store)
+                    part.set(here[rank], "")
+            if time.monotonic() > end and part:
+                return part, [r for r, key in enumerate(here) if not part.check([key])]
+            if time.monotonic() > end:
+                return store, [r for r, key in enumerate(numbers) if r == 0 or not store.check([key])]
+            time.sleep(0.01)
+    except RuntimeError:  # the store is gone, with the process that held it
+        return store, [0]
+    return part, []
 
 
 def _without(store: Any, name: str, ranks: Sequence[int], seconds: float) -> list[int]:

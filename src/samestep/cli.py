@@ -173,7 +173,7 @@ def verify(
     with ExitStack() as stack:
         tell: Any = lambda report: None  # noqa: E731
         if not as_json and out.is_terminal:
-            live = stack.enter_context(Live(console=out, refresh_per_second=4))
+            live = stack.enter_context(Live(console=out, refresh_per_second=4, transient=True))
             tell = lambda report: live.update(module.table(report))  # noqa: E731
         report = module.verify(
             job, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
@@ -181,8 +181,7 @@ def verify(
     if as_json:
         print(report.to_json())
     else:
-        if not out.is_terminal:
-            out.print(module.table(report))
+        out.print(module.table(report))
         out.print(report.conclusion(), markup=False)
     raise typer.Exit(0 if report.same else 1)
 

@@ -174,6 +174,7 @@ class Fit:
         if self.folder:
             if self.trainer.checkpoint_every is not None:
                 self.save()
+                self.folder.writer.flush()  # a run that was killed with its weights and no checkpoint could not go on
             self.folder.weights(tensors)
             self.result.folder = self.folder.path
         if self.averager:

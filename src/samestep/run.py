@@ -304,10 +304,15 @@ class RunFolder:
                 raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
             self._check(recipe, old, self.path, IMMATERIAL)
         self._take(files, recipe, IMMATERIAL, last)
-        if not self.checkpoint and (self.path / "weights.safetensors").exists():
+        if not self.checkpoint and (self.path / "weights.safetensors").exists() and self._ended():
             raise Invalid(
                 f"run folder {self.path} holds a finished run without a checkpoint: choose another, or delete it"
             )
+
+    def _ended(self) -> bool:
+        """Whether the log comes to an end; if not, the run was killed just after its weights were written."""
+        log = self.path / "events.jsonl"
+        return log.exists() and any(event["event"] == "end" for event in events(log.read_bytes()))
 
     def _check(self, recipe: dict[str, Any], old: dict[str, Any], where: Path, besides: Iterable[str]) -> None:
         found = differences(recipe, old, besides)

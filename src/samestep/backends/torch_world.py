@@ -278,6 +278,7 @@ def _gather(store: Any, rank: int, size: int, seconds: float) -> tuple[Any, list
     mine, said, end = uuid.uuid4().hex, "", time.monotonic() + seconds
     numbers, here = [f"samestep/number/{r}" for r in range(size)], [f"here/{r}" for r in range(size)]
     part: Any = None
+    missing, look = [0], 0.0  # as of the last look: whoever holds the store may be the first to give up
     try:
         store.set(numbers[rank], mine)
         while not (part and part.check(here)):
@@ -291,13 +292,16 @@ def _gather(store: Any, rank: int, size: int, seconds: float) -> tuple[Any, list
                 if mine in drawn:
                     part = c10d.PrefixStore(f"samestep/{first}", store)
                     part.set(here[rank], "")
-            if time.monotonic() > end and part:
-                return part, [r for r, key in enumerate(here) if not part.check([key])]
-            if time.monotonic() > end:
-                return store, [r for r, key in enumerate(numbers) if r == 0 or not store.check([key])]
+            now = time.monotonic()
+            if part and now > min(look, end):
+                missing, look = [r for r, key in enumerate(here) if not part.check([key])], now + 0.5
+            if now > end and not part:
+                missing = [r for r, key in enumerate(numbers) if r == 0 or not store.check([key])]
+            if now > end and missing:
+                return store, missing
             time.sleep(0.01)
-    except RuntimeError:  # the store is gone, with the process that held it
-        return store, [0]
+    except RuntimeError:  # the store is gone
+        return store, missing or [0]
     return part, []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from samestep import backends, draws
 from samestep.averaging import Average
 from samestep.backends import Backend
-from samestep.checkpoint import parse
+from samestep.checkpoint import pack, parse, unpack
 from samestep.checks import whole
 from samestep.data import Data
 from samestep.devices import Device, resolve
@@ -150,11 +150,16 @@ class Trainer:
             examples = data.test or data.train
             shape = probe(backend, self, model, examples)
             group = self._group(backend, model, devices, world)
+            if world.size > 1:  # as for a fit: what rank 0 has
+                state = world.broadcast(b"".join(pack({}, group.replicas[0].tensors())))
+                for replica in group.replicas:
+                    replica.load(unpack(state, "the model of rank 0").tensors)
             feed = feed_of(backend, self, examples, devices, shape)
             try:
                 loss, accuracy = evaluate(self, group, feed, shape)
             finally:
                 feed.close()
+                group.close()
         return {"loss": loss, "accuracy": accuracy, "examples": len(examples)}
 
     def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:

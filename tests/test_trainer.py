@@ -462,3 +462,39 @@ def test_lenet_learns():
     run = trainer(max_epochs=12, batch_size=20, schedule=0.1).fit(models.lenet_modern(), (x, y))
     assert run.history[0]["train_accuracy"] < 0.5
     assert run.history[-1]["train_accuracy"] == 1.0
+
+
+class Rebinds(torch.nn.Module):
+    """Counts its calls by putting another tensor in the place of its buffer."""
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = torch.nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(1), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.dense(x) * self.calls
+
+
+def test_a_buffer_that_is_put_in_another_ones_place_is_a_buffer_all_the_same() -> None:
+    x, y = np.random.default_rng(0).random((24, 4), dtype=np.float32), np.arange(24) % 3
+    given = Rebinds()
+    runs = [trainer(max_epochs=2, batch_size=8, devices=k).fit(given, (x, y)) for k in (1, 2, 3)]
+    assert given.calls.item() == 0  # the model that was passed is left as it was
+    assert [run.weights()["calls"].item() for run in runs] == [6.0] * 3  # steps
+    assert len({run.fingerprint for run in runs}) == len({tuple(run.fingerprints) for run in runs}) == 1
+    with pytest.raises(Invalid, match="the buffer 'calls' was written to in the forward pass but is not persistent"):
+        trainer(max_epochs=1, batch_size=8).fit(Rebinds(persistent=False), (x, y))
+
+
+def test_the_fingerprint_of_a_step_tells_places_apart() -> None:
+    from samestep.backends.torch_replica import WIDTH, bits
+
+    prints = set()
+    for place in (2 * WIDTH + 3, 3 * WIDTH + 2, 2, 3, 2 * WIDTH, 4 * WIDTH + 2):
+        vector = torch.zeros(4 * WIDTH + 5)
+        vector[place] = 1.0
+        prints.add(int(bits(vector)))
+    assert len(prints) == 6

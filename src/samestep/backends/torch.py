@@ -147,6 +147,8 @@ class TorchBackend:
         device = Device.of(str(weights[0].device))
         modes = [(module, module.training) for module in model.modules()]
         noise = torch.random.get_rng_state()
+        buffers = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items()
+                   if b is not None and not lazy]  # fmt: skip
         model.eval()
         try:
             with torch.no_grad(), explained():
@@ -160,6 +162,8 @@ class TorchBackend:
         finally:
             for module, mode in modes:
                 module.training = mode
+            for module, key, buffer, value in buffers:  # a forward pass may write there, also in evaluation
+                module._buffers[key] = buffer.copy_(value)
             if not lazy:  # making lazy weights is the one draw that belongs to the user's generator
                 torch.random.set_rng_state(noise)
         shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None

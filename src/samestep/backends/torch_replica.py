@@ -88,8 +88,20 @@ class Lane:
     buffers: list[Flat]
     modes: list[bool]
     constants: dict[str, tuple[torch.Tensor, int]]  # with the version each had at the start
+    homes: list[tuple[torch.nn.Module, str, torch.Tensor]]  # module, name and tensor of every buffer
     training: bool = True
     bands: Bands | None = None  # of the shard that is being computed, if they are wanted one by one
+
+    def settle(self) -> None:
+        """Bring home the buffers that the forward pass has put others in the place of (self.n = self.n + 1)."""
+        for module, name, home in self.homes:
+            now = module._buffers.get(name)
+            if now is not home:
+                if now is None or now.shape != home.shape or now.dtype != home.dtype:
+                    raise Invalid(f"the forward pass has put something else in the place of the buffer {name!r}")
+                with torch.no_grad():
+                    home.copy_(now)
+                module._buffers[name] = home
 
     def train(self, training: bool) -> None:
         """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
@@ -205,6 +217,7 @@ class TorchReplica:
             for own, start in zip(lane.buffers, self.buffers, strict=True):
                 own.vector.copy_(start.vector)
             output = lane.module(x)
+            lane.settle()
             return sum_of_losses(self.loss, output, y), hits(output, y)
 
         def backward(result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -243,6 +256,7 @@ class TorchReplica:
             for own, start in zip(lane.buffers, self.buffers, strict=True):
                 own.vector.copy_(start.vector)
             output = lane.module(x)
+            lane.settle()
             return torch.stack([sum_of_losses(self.loss, output, y).double(), hits(output, y).double()])
 
         with torch.no_grad():
@@ -364,7 +378,8 @@ class TorchReplica:
         kept = module.state_dict(keep_vars=True)
         constants = {name: (b, b._version) for name, b in module.named_buffers() if name not in kept}
         trained = [p for p in module.parameters() if p.requires_grad]
-        return Lane(module, trained, buffers, [m.training for m in module.modules()], constants)
+        homes = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        return Lane(module, trained, buffers, [m.training for m in module.modules()], constants, homes)
 
     def _copy(self, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
         """The user's module, copied around the given tensors instead of around its own."""
@@ -415,8 +430,8 @@ WIDTH = 1 << 16
 
 
 @functools.cache
-def multipliers(place: torch.device) -> torch.Tensor:
-    odd = np.random.Philox(key=0).random_raw(WIDTH) | np.uint64(1)
+def multipliers(place: torch.device, key: int = 0) -> torch.Tensor:
+    odd = np.random.Philox(key=key).random_raw(WIDTH) | np.uint64(1)
     return torch.from_numpy(odd.view(np.int64)).to(place)
 
 
@@ -426,13 +441,13 @@ def bits(vector: torch.Tensor) -> torch.Tensor:
     mᵢ is the product of a multiplier for the row and one for the column, with the vector laid out in rows of WIDTH.
     """
     numbers = vector.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[vector.element_size()])
-    odd = multipliers(vector.device)
+    odd, of_rows = multipliers(vector.device), multipliers(vector.device, 1)
     whole = len(numbers) // WIDTH
     rest = numbers[whole * WIDTH :]
-    total = (rest * odd[: len(rest)]).sum() * odd[-1]
+    total = (rest * odd[: len(rest)]).sum() * of_rows[-1]
     for first in range(0, whole, 256):  # 256 rows at a time: the 64-bit products need no more than 128 MiB
         last = min(first + 256, whole)
         rows = numbers[first * WIDTH : last * WIDTH].view(-1, WIDTH)
-        weights = odd[torch.arange(first, last, device=odd.device) % (WIDTH - 1)]
+        weights = of_rows[torch.arange(first, last, device=odd.device) % (WIDTH - 1)]
         total = total + ((rows * odd).sum(1) * weights).sum()
     return total

@@ -18,7 +18,8 @@ TESTS = Path(__file__).parent
 # What must also hold on the oldest NumPy that samestep supports, which MXNet brings along.
 ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
 
-OTHERS = ["jax"]  # frameworks beside PyTorch that have a backend: the conformance suite again, in a process of its own
+# Frameworks beside PyTorch that have a backend: the conformance suite again, in a process of its own.
+OTHERS = ["jax", "paddle"]
 
 
 def main() -> int:

@@ -65,7 +65,7 @@ class Rates:
                 raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
-        elif callable(schedule):
+        elif callable(schedule) and not callable(getattr(schedule, "step", None)):  # Paddle's schedulers are both
             self._rate = schedule
         else:
             self._rate = table(backend.rates(schedule, steps_per_epoch * max_epochs))

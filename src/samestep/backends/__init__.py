@@ -226,7 +226,8 @@ def of_model(model: object) -> Backend:
         if name in modules and load(name).owns(model):
             return load(name)
     raise WrongType(
-        f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module; for jax: a flax module, or a "
+        f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module; "
+        "for paddle: a paddle.nn.Layer; for jax: a flax module, or a "
         "samestep.models.jax.Pair of a function and its parameters), "
         f"got {type(model).__module__}.{type(model).__qualname__}"
     )

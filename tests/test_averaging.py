@@ -45,9 +45,9 @@ def path(monkeypatch):
 
     def recording(self, *args):
         if not seen:
-            seen.append(self.replicas[0].tensors())
+            seen.append({name: np.array(tensor) for name, tensor in self.replicas[0].tensors().items()})
         result = step(self, *args)
-        seen.append(self.replicas[0].tensors())
+        seen.append({name: np.array(tensor) for name, tensor in self.replicas[0].tensors().items()})
         return result
 
     monkeypatch.setattr(Group, "step", recording)

@@ -48,7 +48,7 @@ def measure(megabytes: list[float]) -> None:
         n = int(size * 1e6 / 4)
         vector, memory = torch.randn(n), torch.empty(n)
         times: dict[str, list[float]] = {"all_reduce": [], "ours": []}
-        for _ in range(max(9, int(60 / size))):
+        for _ in range(max(15, int(150 / size))):
             for name in times:
                 vector.normal_()
                 world.collect(b"")

@@ -113,7 +113,7 @@ def checkpoint() -> str:
     for result in results("checkpoint"):
         small, large = result["rows"]
         ratio = f"{small['ratio']:.3f} ({small['least']:.3f} - {small['most']:.3f})"
-        written = f"{small['written']} of {small['steps'] + 1} written"
+        written = f"{small['written']} of {small['steps']} written"
         rows = [
             ["LeNet, no checkpoint", f"{small['without']:.2f} ms/step", ""],
             ["LeNet, one after every step", f"{small['with']:.2f} ms/step", f"{ratio}; {written}"],

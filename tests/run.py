@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
 
 # Frameworks beside PyTorch that have a backend: the conformance suite again, in a process of its own.
-OTHERS = ["jax", "paddle"]
+OTHERS = ["jax", "tensorflow", "paddle"]
 
 
 def main() -> int:

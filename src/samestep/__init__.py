@@ -6,9 +6,13 @@ Names are loaded when they are first used, so that `import samestep` is quick an
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# TensorFlow reads this when its first tensor is made, usually before samestep's backend is loaded (backends/tensorflow.py).
+os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
 
 _WHERE = {
     "exchange": ["allreduce", "replicate", "split_batch"],

@@ -69,7 +69,7 @@ class Arrays:
         return len(self.x)
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Numbers, Numbers]:
-        return _numbers(self.x[indices]), _labels(_numbers(self.y[indices]))
+        return _numbers(_rows(self.x, indices)), _labels(_numbers(_rows(self.y, indices)))
 
     def identity(self) -> dict[str, object]:
         """What tells this data from other data: sizes and, for arrays in memory, a hash of every byte."""
@@ -149,6 +149,15 @@ def _numbers(array: Any) -> Numbers:
     from samestep import devices
 
     return np.asarray(devices.get(array))
+
+
+def _rows(array: Any, indices: NDArray[np.int64]) -> Any:
+    if isinstance(array, np.ndarray):
+        return array[indices]
+    from samestep import backends
+
+    backend = backends.of_array(array)
+    return backend.take(array, backend.put(indices, backend.device_of(array)))
 
 
 def _labels(y: Numbers) -> Numbers:

@@ -141,10 +141,10 @@ def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
         raise Invalid(f"allreduce: arrays must have one shape, got {' and '.join(map(str, sorted(shapes)))}")
     backend = owners[0]
     devices = [backend.device_of(array) for array in arrays]
-    flats = [array.reshape(-1) for array in arrays]
+    flats = [backend.reshape(array, (-1,)) for array in arrays]
     sums = {"tree": _tree, "gather": _gather, "ring": _ring, "sharded": _sharded}[how](backend, flats, devices)
     shape = arrays[0].shape
-    return [backend.assign(array, total.reshape(shape)) for array, total in zip(arrays, sums, strict=True)]
+    return [backend.assign(array, backend.reshape(total, shape)) for array, total in zip(arrays, sums, strict=True)]
 
 
 def _tree(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import signal
 import sys
 import threading
@@ -367,5 +368,6 @@ def recipe(
         "train": data.train.identity(), "test": data.test.identity() if data.test else None,
         **{name: getattr(trainer, name) for name in ("max_epochs", "batch_size", "shards", "seed", "sampling",
            "gradient_clip_val", "threads_per_shard", "deterministic")},
-        "average": repr(trainer.average), "loss": getattr(trainer.loss, "__qualname__", None) or repr(trainer.loss),
+        "average": repr(trainer.average), "loss": getattr(trainer.loss, "__qualname__", None)
+        or re.sub(r" at 0x[0-9a-f]+", "", repr(trainer.loss)),  # where it lies in memory is not part of the recipe
     }  # fmt: skip

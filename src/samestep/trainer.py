@@ -97,6 +97,7 @@ class Trainer:
         uncalled = getattr(self.optimizer, "__module__", None) == sgd.__module__  # samestep.sgd without its ()
         theirs = (callable(self.optimizer) and not uncalled) or hasattr(self.optimizer, "step")
         theirs = theirs or (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update"))  # optax
+        theirs = theirs or hasattr(self.optimizer, "apply_gradients")  # Keras
         if not hasattr(self.optimizer, "slots") and not theirs:
             raise WrongType(
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "

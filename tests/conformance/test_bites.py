@@ -79,7 +79,9 @@ def shared_storage(monkeypatch):
 
     def alias(group):
         for replica in group.replicas[1:]:
-            replica.parameters, replica.weights = group.replicas[0].parameters, group.replicas[0].weights
+            for name in ("parameters", "weights"):
+                if hasattr(replica, name):
+                    setattr(replica, name, getattr(group.replicas[0], name))
 
     watched_groups(monkeypatch, alias)
 

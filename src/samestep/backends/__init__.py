@@ -38,7 +38,7 @@ Deliver = Callable[[int, Vector], None]  # takes the number of a band and the ba
 
 # Framework → the package to ask for its version, in the order in which a default is looked for.
 FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
-ALSO = {"flax": "jax", "jaxlib": "jax"}  # packages whose models and arrays are a framework's
+ALSO = {"flax": "jax", "jaxlib": "jax", "keras": "tensorflow"}  # packages whose models and arrays are a framework's
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ class Backend(Protocol):
     def assign(self, array: Array, value: Array) -> Array:
         """Write a value into an array where arrays are mutable; returns the array that now holds it."""
 
+    def reshape(self, array: Array, shape: Sequence[int]) -> Array: ...
     def take(self, array: Array, index: Array) -> Array: ...
     def add(self, left: Vector, right: Vector) -> Vector:
         """left + right; may reuse the storage of left."""
@@ -227,7 +228,7 @@ def of_model(model: object) -> Backend:
             return load(name)
     raise WrongType(
         f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module; "
-        "for paddle: a paddle.nn.Layer; for jax: a flax module, or a "
+        "for tensorflow: a keras.Model or a tf.Module; for paddle: a paddle.nn.Layer; for jax: a flax module, or a "
         "samestep.models.jax.Pair of a function and its parameters), "
         f"got {type(model).__module__}.{type(model).__qualname__}"
     )

@@ -123,6 +123,9 @@ class JaxBackend:
     def assign(self, array: Any, value: Any) -> Any:
         return value
 
+    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
+        return array.reshape(shape)
+
     def take(self, array: Any, index: Any) -> Any:
         return rows(array, index)
 

@@ -109,6 +109,9 @@ class PaddleBackend:
             paddle.assign(value, array)
         return array
 
+    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
+        return array.reshape(shape)
+
     def take(self, array: Any, index: Any) -> Any:
         # A fresh allocation: the shard's memory is aligned alike, wherever in the data its examples lie.
         return paddle.gather(array, index)

@@ -80,6 +80,9 @@ class TorchBackend:
             array.copy_(value)
         return array
 
+    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
+        return array.reshape(shape)
+
     def take(self, array: Any, index: Any) -> Any:
         # A fresh allocation: the shard's memory is aligned alike, wherever in the data its examples lie.
         return array.index_select(0, index)

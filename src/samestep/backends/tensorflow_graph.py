@@ -1,0 +1,161 @@
+"""A traced function, computed by threads and with noise of samestep's own, on variables that live for one computation.
+
+TensorFlow cuts the work of one operation over a pool of threads, and its bits depend on the size of that pool: a product of
+matrices, a convolution's gradient, a sum, with oneDNN and without. The pool of a process is made when TensorFlow starts and
+cannot be changed afterwards, but a session can have a pool of its own. So tf.function traces, and a session computes.
+
+What the function captured of the model's variables is replaced by variables that are made anew, and filled, in every
+computation: threads do not see each other, and the user's variables are not written to. TensorFlow's graph optimizer is off:
+it folds constants with all cores, and rounds differently when it knows the batch size (measured; it gained no time).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from samestep.errors import Invalid, NotDeterministic
+
+v1 = tf.compat.v1
+Tensor = Any
+Compiled = Callable[..., Any]
+
+# The name under which TensorFlow makes a new variable for every handle (ResourceHandle::ANONYMOUS_NAME), freed with it.
+ANEW = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
+SEEDS = ("seed_generator_state", "StateVar")  # what Keras calls the variable of a seed generator, and tf.random its own
+
+# Operations that draw from a state of their own → the same draw from a seed. Where (minval, maxval) follow, the seed is second.
+STATELESS = {
+    "RandomUniform": "StatelessRandomUniform",
+    "RandomStandardNormal": "StatelessRandomNormal",
+    "TruncatedNormal": "StatelessTruncatedNormal",
+    "RandomUniformInt": "StatelessRandomUniformInt",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where the value of a variable lies: numbers [start, stop) of a vector."""
+
+    variable: tf.Variable
+    vector: int
+    start: int
+    stop: int
+
+
+def compiled(traced: Any, vectors: Sequence[Any], pieces: Sequence[Piece], threads: int) -> Compiled:
+    """A function of (*vectors, key, *arguments of the traced function), of NumPy arrays, which threads may call at once."""
+    definition = traced.graph.as_graph_def()
+    drawing = draw_from_seeds(definition)
+    count = len(traced.inputs) - len(traced.captured_inputs)
+    graph, constants = tf.Graph(), {}
+    with graph.as_default():
+        held = [v1.placeholder(spec.dtype, spec.shape) for spec in vectors]
+        key = v1.placeholder(tf.int64, (2,))
+        given = [v1.placeholder(inner.dtype, inner.shape) for inner in traced.inputs[:count]]
+        inputs = dict(zip([inner.name for inner in traced.inputs[:count]], given, strict=True))
+        seeds = (tf.random.experimental.stateless_fold_in(key, tf.constant(i, tf.int64)) for i in range(1 << 30))
+        inputs |= {f"{name}:0": next(seeds) for name in drawing}
+        known = {id(piece.variable.handle): piece for piece in pieces}
+        others = {id(variable.handle): variable for variable in traced.graph.variables}
+        for inner, outer in zip(traced.inputs[count:], traced.captured_inputs, strict=True):
+            if id(outer) in known:
+                piece = known[id(outer)]
+                value = held[piece.vector][piece.start : piece.stop]
+                inputs[inner.name] = variable_of(piece.variable, value)
+            elif inner.dtype not in (tf.resource, tf.variant):
+                constants[v1.placeholder(inner.dtype, inner.shape)] = outer.numpy()
+                inputs[inner.name] = next(reversed(constants))
+            elif is_seed(others.get(id(outer))):
+                variable = others[id(outer)]
+                seed = tf.cast(next(seeds), variable.dtype)
+                inputs[inner.name] = variable_of(variable, tf.concat([seed, seed], 0)[: variable.shape.num_elements()])
+            else:
+                name = getattr(others.get(id(outer)), "name", inner.name)
+                raise Invalid(
+                    f"the model uses {name!r}, which is not among its variables, so its value could depend on who computed "
+                    "which shard: keep it as an attribute of the model"
+                )
+        wanted = [output.name for output in traced.outputs] + [op.name for op in traced.graph.control_outputs]
+        found = tf.import_graph_def(definition, input_map=inputs, return_elements=wanted, name="model")
+        outputs = found[: len(traced.outputs)]
+        with tf.control_dependencies(found[len(traced.outputs) :]):  # what prints or asserts
+            outputs = [tf.identity(output) for output in outputs]
+    call = session(graph, threads).make_callable(outputs, [*held, key, *given, *constants])
+    fixed = list(constants.values())
+    return lambda *arrays: call(*arrays, *fixed)
+
+
+def variable_of(like: tf.Variable, value: Tensor) -> Tensor:
+    """The handle of a new variable with this value, which is there before anyone reads it."""
+    handle = tf.raw_ops.VarHandleOp(dtype=like.dtype, shape=like.shape, shared_name=ANEW)
+    filled = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.reshape(value, like.shape))
+    with tf.control_dependencies([filled]):
+        return tf.identity(handle)
+
+
+def is_seed(variable: tf.Variable | None) -> bool:
+    """Whether it is the state of a Keras seed generator, or of a tf.random.Generator: a few whole numbers to draw from."""
+    return variable is not None and variable.name.rpartition("/")[2].startswith(SEEDS)
+
+
+def draw_from_seeds(definition: Any) -> list[str]:
+    """Have every random operation draw from a seed that is passed in; the names of the placeholders of the seeds."""
+    names: list[str] = []
+    for node in list(definition.node):
+        if node.op in STATELESS:
+            name = f"samestep_seed_{len(names)}"
+            names.append(name)
+            place = definition.node.add(name=name, op="Placeholder")
+            place.attr["dtype"].type = tf.int64.as_datatype_enum
+            if "Tout" in node.attr:
+                node.attr["dtype"].CopyFrom(node.attr["Tout"])
+            node.attr["Tseed"].type = tf.int64.as_datatype_enum
+            for old in ("seed", "seed2", "Tout"):
+                node.attr.pop(old, None)
+            node.op, shape, rest = STATELESS[node.op], node.input[0], list(node.input[1:])
+            del node.input[:]
+            node.input.extend([shape, name, *rest])
+        else:
+            refuse(node)
+    for function in definition.library.function:
+        for node in function.node_def:
+            refuse(node)
+    return names
+
+
+def refuse(node: Any) -> None:
+    if "seed2" in node.attr:
+        raise NotDeterministic(
+            f"{node.op} draws from a state of its own, and samestep cannot give it the shard's seed here: use keras.random, or "
+            "tf.random.uniform, normal or truncated_normal outside of loops and inner functions"
+        )
+
+
+def session(graph: tf.Graph, threads: int) -> Any:
+    """A session that computes in the thread that calls it, an operation with a fixed number of threads."""
+    config = v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=-1)
+    config.device_count["GPU"] = 0
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.graph_options.optimizer_options.opt_level = v1.OptimizerOptions.L0
+    return v1.Session(graph=graph, config=config)
+
+
+@functools.cache
+def own_threads() -> bool:
+    """Whether sessions have pools of their own. Measured: if so, one thread and two sum in different orders."""
+    array = np.random.Generator(np.random.Philox(key=0)).standard_normal((1 << 16, 16), np.float32)
+    results = set()
+    for threads in (1, 2):
+        graph = tf.Graph()
+        with graph.as_default():
+            place = v1.placeholder(tf.float32, array.shape)
+            total = tf.raw_ops.BiasAddGrad(out_backprop=place)
+        with session(graph, threads) as one:
+            results.add(one.run(total, {place: array}).tobytes())
+    return len(results) > 1

@@ -1,6 +1,6 @@
 """The schedule chapter's five schedules: LeNet on Fashion-MNIST, 30 epochs, batch 256, several seeds.
 
-    python benchmarks/schedules.py [--seeds 5] [--epochs 30]
+    python benchmarks/schedules.py [--seeds 5] [--epochs 30] [--clip 1]
     python benchmarks/schedules.py --draw        the figure, from the figures that are kept
 
 Each seed draws its own starting weights and its own order of examples. The published figures are test accuracies after
@@ -27,7 +27,7 @@ SCHEDULES = {
 }
 
 
-def measure(seeds: int, epochs: int) -> None:
+def measure(seeds: int, epochs: int, clip: float) -> None:
     from machine import keep, machine, table
 
     import samestep as ss
@@ -38,7 +38,7 @@ def measure(seeds: int, epochs: int) -> None:
         runs = []
         for seed in range(seeds):
             trainer = ss.Trainer(
-                max_epochs=epochs, schedule=schedule, shards=1, gradient_clip_val=CLIP, seed=seed, progress=False
+                max_epochs=epochs, schedule=schedule, shards=1, gradient_clip_val=clip, seed=seed, progress=False
             )
             runs.append(trainer.fit(models.lenet_modern(seed=seed), data).history)
             print(name, seed, runs[-1][-1], file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def measure(seeds: int, epochs: int) -> None:
         cells.append([name, f"{mean:.3f} ± {spread:.3f}", f"{published[0]:.3f} - {published[1]:.3f}", f"{gap:.3f}"])
     print(f"{machine()['name']}, {epochs} epochs, {seeds} seeds")
     print(table(["schedule", "test accuracy", "published", "train - test"], cells))
-    keep("schedules", rows, epochs=epochs, seeds=seeds, clip=CLIP)
+    keep("schedules" if clip == CLIP else f"schedules-clip{clip:g}", rows, epochs=epochs, seeds=seeds, clip=clip)
 
 
 def draw() -> None:
@@ -81,12 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--clip", type=float, default=CLIP)
     parser.add_argument("--draw", action="store_true")
     options = parser.parse_args()
     if options.draw:
         draw()
     else:
-        measure(options.seeds, options.epochs)
+        measure(options.seeds, options.epochs, options.clip)
 
 
 if __name__ == "__main__":

@@ -436,9 +436,10 @@ def test_threads_that_compute_side_by_side_do_not_see_each_other():
     x = random.random((32, 1, 40, 40), dtype=np.float32)
     shards = [(tensor(x[i : i + 4]), tensor(Y[i : i + 4])) for i in range(0, 32, 4)]
     alone = [replica.gradient(*shard, key=1, shard=0).numpy().tobytes() for shard in shards]
-    found = {}
+    found, together = {}, threading.Barrier(16)
 
     def work(i):
+        together.wait()  # all live at once, so each has a lane of its own
         for n in range(2):
             found[i, n] = replica.gradient(*shards[i % 8], key=1, shard=0).numpy().tobytes()
 

@@ -115,16 +115,13 @@ class Fit:
         log = self.folder.log if self.folder else b""
         if self.world.size > 1:
             log = self.world.broadcast(log)
-            pieces = pack(found.about, found.tensors) if found else pack({"step": 0}, self.tensors())
-            state = unpack(self.world.broadcast(b"".join(pieces)), "the checkpoint of rank 0")
-            found = state if state.step else None
-            if not found:
-                for replica in self.group.replicas:
-                    replica.load(state.group("model"))
+            content = self.world.broadcast(b"".join(pack(found.about, found.tensors)) if found else b"")
+            found = unpack(content, "the checkpoint of rank 0") if content else None
         if found:
             self.restore(found, list(events(log)))
             self.emit({**self.start, "event": "resume", "step": self.step})
         else:
+            self.group.follow()
             self.emit(self.start)
 
     def restore(self, found: Checkpoint, log: list[Event]) -> None:
@@ -181,8 +178,6 @@ class Fit:
         if self.averager:
             self.average()
         self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint})
-        if self.folder:
-            self.folder.writer.flush()
         self.world.collect(b"")  # all end together: whatever rank 0 has written is there
 
     def emit(self, event: Event) -> None:
@@ -292,6 +287,7 @@ class Fit:
         if self.test:
             group = trainer._group(self.backend, first.model(vectors), self.devices, self.world)
             loss, accuracy = evaluate(trainer, group, self.test, self.shape)
+            group.close()
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
 
     def compare_replicas(self, step: int) -> None:

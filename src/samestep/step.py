@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep import draws
+from samestep.checkpoint import pack, unpack
 from samestep.errors import Invalid
 from samestep.exchange import across, exchange
 from samestep.processes import Alone, World
@@ -72,8 +73,8 @@ class Group:
         self.backend, self.replicas = backend, list(replicas)
         self.world: World = world or Alone()
         counts = [int(text) for text in self.world.collect(str(len(self.replicas)).encode())]
-        self.hosts = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of the group in each process
-        self.size = self.hosts[-1][1]
+        self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of the group in each
+        self.size = self.processes[-1][1]
         if self.size > shards:
             raise Invalid(
                 f"{self.world.size} processes with {self.size} devices in all need at least {self.size} shards, got "
@@ -90,7 +91,14 @@ class Group:
 
     def mine(self, n: int) -> list[range]:
         """Which of n shards each replica of this process computes."""
-        return [range(lo, hi) for lo, hi in cut(n, self.size)[slice(*self.hosts[self.world.rank])]]
+        return [range(lo, hi) for lo, hi in cut(n, self.size)[slice(*self.processes[self.world.rank])]]
+
+    def follow(self) -> None:
+        """Take the weights that rank 0 has."""
+        if self.world.size > 1:
+            content = self.world.broadcast(b"".join(pack({}, self.replicas[0].tensors())))
+            for replica in self.replicas:
+                replica.load(unpack(content, "the model of rank 0").tensors)
 
     @cached_property
     def updaters(self) -> list[Updater]:
@@ -193,7 +201,7 @@ class Step:
         first = group.replicas[0]
         self.bands = first.bands if group.world.size > 1 else [(0, first.size)]
         self.shards, share = group.mine(n), cut(n, group.size)
-        self.held = [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in group.hosts]
+        self.held = [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in group.processes]
         self.folds: list[list[Fold[Vector]]] = [[Fold(n, group.backend.add) for _ in self.bands] for _ in self.shards]
         self._missing = [sum(map(len, self.shards))] * len(self.bands)
         self._ready = [threading.Event() for _ in self.bands]

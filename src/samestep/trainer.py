@@ -12,7 +12,7 @@ from typing import Any
 from samestep import backends, draws
 from samestep.averaging import Average
 from samestep.backends import Backend
-from samestep.checkpoint import pack, parse, unpack
+from samestep.checkpoint import parse
 from samestep.checks import whole
 from samestep.data import Data
 from samestep.devices import Device, resolve
@@ -151,10 +151,7 @@ class Trainer:
             examples = data.test or data.train
             shape = probe(backend, self, model, examples)
             group = self._group(backend, model, devices, world)
-            if world.size > 1:  # as for a fit: what rank 0 has
-                state = world.broadcast(b"".join(pack({}, group.replicas[0].tensors())))
-                for replica in group.replicas:
-                    replica.load(unpack(state, "the model of rank 0").tensors)
+            group.follow()
             feed = feed_of(backend, self, examples, devices, shape)
             try:
                 loss, accuracy = evaluate(self, group, feed, shape)

@@ -1,4 +1,7 @@
-"""The threads that compute shards side by side on the CPU, and the rule that one run at a time goes on in a process."""
+"""The threads that compute shards side by side on the CPU, and what they must take turns at.
+
+One run at a time goes on in a process, and a framework's one random generator is used by many threads or by one alone.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +53,28 @@ class Crew:
         futures = [self._pool.submit(task) for task in tasks]
         wait(futures)
         return [future.result() for future in futures]
+
+
+class Access:
+    """Many at a time, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:  # held throughout: nobody comes in
+            self._changed.wait_for(lambda: self._inside == 0)
+            yield

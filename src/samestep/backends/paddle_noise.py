@@ -12,7 +12,6 @@ The first shard is computed alone, to see which one will do.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,35 +19,12 @@ from typing import Any, TypeVar
 import paddle
 from paddle.base import core
 
+from samestep.backends.crew import Access
+
 T = TypeVar("T")
 R = TypeVar("R")
 FREE, AHEAD, ALONE = range(3)
 GENERATOR = core.default_cpu_generator()
-
-
-class Access:
-    """Many at a time, or one alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:  # held throughout: nobody comes in
-            self._changed.wait_for(lambda: self._inside == 0)
-            yield
 
 
 class Noise:

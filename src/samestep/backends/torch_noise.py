@@ -14,13 +14,13 @@ The first shard is computed in the second way, alone, to see which one will do.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.backends.crew import Access
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,31 +49,6 @@ class OwnGenerator(TorchDispatchMode):
             self.drawn = True
             kwargs = {**kwargs, "generator": self.generator}
         return func(*args, **kwargs)
-
-
-class Access:
-    """Many at a time, or one alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:  # held throughout: nobody comes in
-            self._changed.wait_for(lambda: self._inside == 0)
-            yield
 
 
 class Noise:

@@ -33,7 +33,7 @@ class Counting:
     def __getattr__(self, name: str) -> object:
         return getattr(self.world, name)
 
-    def swap(self, sends: list, receives: list) -> object:
+    def swap(self, sends: list, receives: object) -> object:
         self.bytes += sum(vector.numel() * vector.element_size() for _, vector in sends)
         return self.world.swap(sends, receives)
 
@@ -46,9 +46,9 @@ def measure(megabytes: list[float]) -> None:
     rows = []
     for size in megabytes:
         n = int(size * 1e6 / 4)
-        vector, memory = torch.randn(n), torch.empty(n)
+        vector, memory, rooms = torch.randn(n), torch.empty(n), dict[int, torch.Tensor]()
         times: dict[str, list[float]] = {"all_reduce": [], "ours": []}
-        for _ in range(max(15, int(150 / size))):
+        for _ in range(max(31, int(300 / size))):
             for name in times:
                 vector.normal_()
                 world.collect(b"")
@@ -56,7 +56,7 @@ def measure(megabytes: list[float]) -> None:
                 if name == "ours":
                     world.bytes = 0
                     parts = {held[rank][0]: vector}
-                    exchange.across(world, backends.backend, parts, [h[:1] for h in held], SHARDS, memory)
+                    exchange.across(world, backends.backend, parts, [h[:1] for h in held], SHARDS, memory, rooms)
                 else:
                     dist.all_reduce(vector)
                 mine = time.perf_counter() - began

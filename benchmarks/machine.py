@@ -20,7 +20,9 @@ def machine() -> dict[str, str]:
     else:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        name, short = f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.machine()}", "cpu"
+        cores = len(os.sched_getaffinity(0))
+        name = f"{cores} cores of {models[0] if models else platform.machine()}"
+        short = "cpu" if cores == 2 else f"cpu{cores}"
     return {"name": name, "short": short, "torch": torch.__version__, "python": platform.python_version()}
 
 

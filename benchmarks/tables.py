@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-KINDS = ("cpu", "gpu")
+KINDS = ("cpu", "cpu16", "gpu")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -28,7 +28,8 @@ def results(name: str) -> list[dict]:
 
 def about(result: dict) -> str:
     machine = result["machine"]
-    return f"{machine['name']}, torch {machine['torch']}, Python {machine['python']}, {result['date']}"
+    framework = result.get("framework", f"torch {machine['torch']}")
+    return f"{machine['name']}, {framework}, Python {machine['python']}, {result['date']}"
 
 
 def sameness() -> str:
@@ -78,9 +79,10 @@ def schedules() -> str:
 
 
 def accuracy() -> str:
-    """The multi-device chapter's job over several seeds."""
+    """The multi-device chapter's job over several seeds, in every framework that was measured."""
     blocks = []
-    for result in results("accuracy"):
+    names = ["accuracy", *(f"accuracy-{framework}" for framework in ("jax", "tensorflow", "paddle", "mxnet"))]
+    for result in [result for name in names for result in results(name)]:
         last = [row["curve"][-1] for row in result["rows"]]
         seeds = ", ".join(f"{value:.4f}" for value in last)
         mean, spread = statistics.mean(last), statistics.stdev(last)
@@ -126,16 +128,15 @@ def checkpoint() -> str:
 
 def exchange() -> str:
     """The exchange between processes against all_reduce."""
-    rows, title = [], ""
-    for count in (2, 4):
-        for result in results(f"exchange-{count}"):
-            title = about(result)
-            rows += [
-                [str(r["processes"]), f"{r['megabytes']:g} MB", f"{r['all_reduce']:.1f} ms", f"{r['ours']:.1f} ms",
-                 f"{r['ratio']:.2f}", f"{r['bytes']:.2f}", f"{r['ring']:.2f}"] for r in result["rows"]
-            ]  # fmt: skip
     header = ["processes", "vector", "all_reduce", "samestep", "ratio", "vectors sent by a process", "by a ring"]
-    return f"{title}\n\n{table(header, rows)}"
+    blocks = []
+    for two, four in zip(results("exchange-2"), results("exchange-4"), strict=True):
+        rows = [
+            [str(r["processes"]), f"{r['megabytes']:g} MB", f"{r['all_reduce']:.1f} ms", f"{r['ours']:.1f} ms",
+             f"{r['ratio']:.2f}", f"{r['bytes']:.2f}", f"{r['ring']:.2f}"] for r in two["rows"] + four["rows"]
+        ]  # fmt: skip
+        blocks.append(f"{about(two)}\n\n{table(header, rows)}")
+    return "\n\n".join(blocks)
 
 
 TABLES = {"sameness": sameness, "accuracy": accuracy, "cost": cost, "schedules": schedules, "chaos": chaos,

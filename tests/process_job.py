@@ -282,7 +282,8 @@ def befall_between(at: int) -> None:
         if now == at:
             first = min(rank for rank, _ in sends)
             works = swap(self, [(r, v) for r, v in sends if r == first], [(r, v) for r, v in receives if r == first])
-            self.wait(works)
+            for work in works:
+                self.wait(work)
             os.kill(os.getpid(), signal.SIGSTOP)
         return swap(self, sends, receives)
 
@@ -363,12 +364,13 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
 # Broken twins
 
 
-def in_order_of_ranks(world: Any, backend: Any, parts: Any, held: Any, n: int, memory: Any) -> Any:
+def in_order_of_ranks(world: Any, backend: Any, parts: Any, held: Any, n: int, memory: Any, rooms: Any) -> Any:
     """Twin of `across`: whole vectors are sent, and every process adds them from left to right."""
     others = [q for q in range(world.size) if q != world.rank]
     incoming = {q: [world.empty(len(memory), memory) for _ in held[q]] for q in others}
     sends = [(q, part.clone()) for q in others for part in parts.values()]
-    world.wait(world.swap(sends, [(q, v) for q, vectors in incoming.items() for v in vectors]))
+    for works in world.swap(sends, [(q, v) for q, vectors in incoming.items() for v in vectors]):
+        world.wait(works)
     vectors = [v for q in range(world.size) for v in (parts.values() if q == world.rank else incoming[q])]
     total = vectors[0].clone()
     for vector in vectors[1:]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from samestep.backends import Array, Backend, Vector
     from samestep.processes import World
 
-CHUNK = 1 << 21  # numbers of a slice that are sent at once: while some are added, others travel
+CHUNK = 1 << 20  # numbers of a slice that are sent at once: while some are added, others travel
 AHEAD = 4  # chunks on their way at once
 WAYS = ("tree", "gather", "ring", "sharded")
 
@@ -53,28 +53,45 @@ def exchange(
 
 
 def across(
-    world: World, backend: Backend, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, memory: Vector
+    world: World,
+    backend: Backend,
+    parts: dict[Span, Vector],
+    held: Sequence[Sequence[Span]],
+    n: int,
+    memory: Vector,
+    rooms: dict[int, Vector] | None = None,
 ) -> Vector:
     """From the parts that this process holds, and those that the others hold, the sum over all n shards.
 
     held[q] says which parts process q holds. Process q sums slice q along the tree; then every process gathers the slices.
-    The sum replaces the first part, in its memory; that of a process without parts goes to `memory`.
+    The sum replaces the first part, in its memory; that of a process without parts goes to `memory`. What arrives is
+    received in `rooms`, memory that a caller keeps for the next time: to make it anew costs a tenth of the whole.
     """
     mine = list(parts.values())
-    total = mine[0] if mine else memory
+    total, rooms = mine[0] if mine else memory, {} if rooms is None else rooms
     others = [(world.rank + i) % world.size for i in range(1, world.size)]  # so that not all begin with the same one
+    spans = [(q, span) for q in others for span in held[q]]
+    ends: list[Any] = []  # need not be waited for earlier: a sum that comes back tells that the parts have arrived
 
-    def send(a: int, b: int) -> tuple[list[Span], dict[Span, Vector], Any]:
+    def begin(i: int) -> tuple[list[Span], dict[Span, Vector], Any, Any]:
+        """Hand out the parts of a chunk: to each process those of its slice; and expect its sum in return."""
+        a, b = chunks[i]
         slices = [(a + lo, a + hi) for lo, hi in cut(b - a, world.size)]
         own = slices[world.rank][1] - slices[world.rank][0]
-        incoming = {q: [world.empty(own, memory) for _ in held[q]] for q in others if own}
-        sends = [(q, part[slice(*slices[q])]) for q in others for part in mine if slices[q][0] < slices[q][1]]
-        works = world.swap(sends, [(q, memory) for q, memories in incoming.items() for memory in memories])
-        spans = {span: v for q, memories in incoming.items() for span, v in zip(held[q], memories, strict=True)}
-        return slices, spans, works
+        room = rooms.get(i % AHEAD)
+        if room is None or len(room) < own * len(spans):
+            room = rooms[i % AHEAD] = world.empty(own * len(spans), memory)
+        incoming = [(q, span, room[j * own : (j + 1) * own]) for j, (q, span) in enumerate(spans) if own]
+        outgoing = [(q, part[slice(*slices[q])]) for q in others for part in mine if slices[q][0] < slices[q][1]]
+        leaving, arriving = world.swap(outgoing, [(q, part) for q, _, part in incoming])
+        ends.append(leaving)
+        # The sums will lie where the parts that now leave still are: nobody has a sum before it has all the parts.
+        sums = world.expect([(q, total[slice(*slices[q])]) for q in others if slices[q][0] < slices[q][1]])
+        return slices, {span: part for _, span, part in incoming}, arriving, sums
 
-    def add(slices: list[Span], incoming: dict[Span, Vector], works: Any) -> Any:
-        world.wait(works)
+    def finish(slices: list[Span], incoming: dict[Span, Vector], arriving: Any, sums: Any) -> None:
+        """Sum our slice of a chunk, and hand it to all."""
+        world.wait(arriving)
         lo, hi = slices[world.rank]
         own = total[lo:hi]
 
@@ -90,15 +107,14 @@ def across(
                 fold.add(span, part)
             if fold.total() is not own:
                 backend.assign(own, fold.total())
-        gathers = [(q, total[slice(*slices[q])]) for q in others if slices[q][0] < slices[q][1]]
-        return world.swap([(q, own) for q in others if lo < hi], gathers)
+        ends.extend(world.swap([(q, own) for q in others if lo < hi], sums))
 
     chunks = [(a, min(a + CHUNK * world.size, len(total))) for a in range(0, len(total), CHUNK * world.size)]
-    begun, ends = deque(send(*chunk) for chunk in chunks[:AHEAD]), []
-    for following in [*chunks[AHEAD:], *[None] * min(AHEAD, len(chunks))]:
-        ends.append(add(*begun.popleft()))
-        if following:
-            begun.append(send(*following))
+    begun = deque(begin(i) for i in range(min(AHEAD, len(chunks))))
+    for i in range(len(chunks)):
+        finish(*begun.popleft())
+        if i + AHEAD < len(chunks):
+            begun.append(begin(i + AHEAD))
     for works in ends:
         world.wait(works)
     return total

@@ -1,7 +1,7 @@
 """Several processes, on one host or on many, as one group of devices.
 
 A process learns its place from the variables that torchrun or SLURM set, or from `samestep train --processes k`, which
-starts the processes itself. The framework's engine (a World) only moves numbers between them; samestep adds them.
+starts the processes itself. An engine (a World: PyTorch's, or sockets.py) only moves numbers between them.
 """
 
 from __future__ import annotations
@@ -109,8 +109,14 @@ class World(Protocol):
     rank: int
     size: int
 
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Any:
-        """Begin to send vectors to processes, and to receive vectors into memory from processes."""
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Any, Any]:
+        """Begin to send vectors to processes, and to receive vectors into memory from processes.
+
+        Returns what leaves and what arrives, each to be waited for.
+        """
+
+    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
+        """Say already what a later swap will receive, where that helps: what this returns is then given to that swap."""
 
     def wait(self, works: Any) -> None:
         """Wait for what a swap began; ProcessFailed names the process that does not answer."""
@@ -140,8 +146,12 @@ class Alone:
 
     rank, size = 0, 1
 
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> None:
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Any, Any]:
         assert not [*sends, *receives], "there is nobody else"
+        return None, None
+
+    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
+        return receives
 
     def wait(self, works: Any) -> None:
         pass

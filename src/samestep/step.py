@@ -8,7 +8,7 @@ x     = optimizer(x, G / B, lr)      the same on every replica
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -21,21 +21,65 @@ from samestep import draws
 from samestep.checkpoint import pack, unpack
 from samestep.errors import Invalid
 from samestep.exchange import across, exchange
+from samestep.optimizers import SGD, AdaGrad, Adam
 from samestep.processes import Alone, World
 from samestep.shards import Fold, Span, cut, parts
+from samestep.sockets import OnHost
 
 if TYPE_CHECKING:
-    from samestep.backends import Backend, Replica, Updater, Vector
+    from samestep.backends import Backend, Replica, Vector
     from samestep.data import Pass
     from samestep.optimizers import Optimizer
+
+
+def compiled(backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled where the backend wants that (Backend.compiled)."""
+    made: Callable[..., Any] = getattr(backend, "compiled", lambda function: function)(function)
+    return made
+
+
+def mean(about: Any, total: Vector, examples: int) -> Vector:
+    """The gradient of the mean loss from the sum over all shards, clipped."""
+    backend, size, limit = about
+    gradient = total[:size] / examples
+    return backend.clip(gradient, limit) if limit else gradient
+
+
+def update(about: Any, x: Vector, state: Any, total: Vector, examples: int, lr: float, t: int, z: Vector) -> Any:
+    *how, optimizer = about
+    return optimizer.update(x, mean(how, total, examples), state, lr, t, z)
+
+
+BLOCK = 1 << 15  # numbers: what is computed of them on the way to an update stays in a core's cache
+
+
+def update_in_place(
+    optimizer: Optimizer, x: NDArray[Any], state: Any, total: NDArray[Any], examples: int, lr: float, t: int
+) -> None:
+    """`update` in the vectors' own memory, block by block: every number is computed for itself, so no bit changes."""
+    for lo in range(0, len(x), BLOCK):
+        part = slice(lo, min(lo + BLOCK, len(x)))
+        slots = {name: slot[part] for name, slot in state.items()}
+        x[part], slots = optimizer.update(x[part], total[part] / examples, slots, lr, t, None)
+        for name, slot in slots.items():
+            state[name][part] = slot
+
+
+def tail(size: int, total: Vector) -> Vector:
+    return total[-size:]
 
 
 class FlatUpdater:
     """One of samestep's optimizers at work on one replica."""
 
-    def __init__(self, optimizer: Optimizer, replica: Replica, backend: Backend) -> None:
+    def __init__(self, optimizer: Optimizer, replica: Replica, backend: Backend, clip: float) -> None:
         self.optimizer, self.replica = optimizer, replica
         self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}
+        self._about = backend, len(replica.parameters), clip, optimizer
+        plain = type(optimizer) in (SGD, AdaGrad, Adam)  # others may look at t and the rate, which compiling forbids
+        self._update = compiled(backend, update) if plain else update
+        # of a framework that lets NumPy work in the memory of its vectors
+        self._in_memory = getattr(backend, "in_memory", None) if plain and replica.device.kind == "cpu" else None
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
@@ -43,9 +87,18 @@ class FlatUpdater:
     def rate(self) -> None:
         return None
 
-    def __call__(self, gradient: Vector, lr: float, t: int, z: Vector) -> None:
-        parameters, self.state = self.optimizer.update(self.replica.parameters, gradient, self.state, lr, t, z)
-        self.replica.assign(parameters)
+    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
+        """Make the update, from the sum over all shards."""
+        x, (*how, optimizer), numpy = self.replica.parameters, self._about, self._in_memory
+        if numpy:
+            if how[-1]:
+                total, examples = mean(how, total, examples), 1
+            state = {name: numpy(slot) for name, slot in self.state.items()}
+            update_in_place(optimizer, numpy(x), state, numpy(total), examples, lr, t)
+            self.replica.assign(x)
+        else:
+            parameters, self.state = self._update(self._about, x, self.state, total, examples, lr, t, z)
+            self.replica.assign(parameters)
 
     def tensors(self) -> dict[str, NDArray[Any]]:
         named = {slot: self.replica.named(vector) for slot, vector in self.state.items()}
@@ -83,11 +136,18 @@ class Group:
         self._sender = ThreadPoolExecutor(1, "samestep-exchange") if self.world.size > 1 else None
         self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
         self.noisy = bool(getattr(optimizer, "noisy", False))
+        self.rooms: dict[int, Vector] = {}  # memory of the exchange between processes
 
     @cached_property
     def memory(self) -> Vector:
         """Where the sum over all processes is put together: the same memory in every step."""
         return self.world.empty(self.replicas[0].size, self.replicas[0].parameters)
+
+    @cached_property
+    def arithmetic(self) -> Any:
+        """What adds vectors where the world brings them: the framework itself, also for vectors in NumPy's memory."""
+        on_host = isinstance(self.memory, np.ndarray)
+        return OnHost(self.backend, self.replicas[0].device) if on_host else self.backend
 
     def mine(self, n: int) -> list[range]:
         """Which of n shards each replica of this process computes."""
@@ -101,11 +161,11 @@ class Group:
                 replica.load(unpack(content, "the model of rank 0").tensors)
 
     @cached_property
-    def updaters(self) -> list[Updater]:
+    def updaters(self) -> list[Any]:
         """Made when they are first asked for: an evaluation needs none, and may be of another model than the optimizer's."""
         flat = hasattr(self.optimizer, "slots")
         return [
-            FlatUpdater(self.optimizer, r, self.backend) if flat else self.backend.updater(self.optimizer, r)
+            FlatUpdater(self.optimizer, r, self.backend, self.clip) if flat else self.backend.updater(self.optimizer, r)
             for r in self.replicas
         ]
 
@@ -120,13 +180,20 @@ class Group:
         def compute(replica: Replica, i: int, shard: int) -> None:
             x, y = pass_.shard(spans[shard], replica.device)
             if self._sender and len(step.bands) > 1:
-                replica.gradient(x, y, keys[shard], shard, partial(step.deliver, i, shard))
+                replica.gradient(x, y, keys[shard], shard, partial(step.deliver, i, (shard, shard + 1)))
             else:
-                step.deliver(i, shard, 0, replica.gradient(x, y, keys[shard], shard))
+                step.deliver(i, (shard, shard + 1), 0, replica.gradient(x, y, keys[shard], shard))
 
-        tasks = [
-            partial(compute, self.replicas[i], i, shard) for i, shards in enumerate(step.shards) for shard in shards
-        ]
+        def launch(replica: Any, i: int, shards: range) -> None:
+            for span, vector in replica.gradients(pass_, spans, keys, shards).items():
+                step.deliver(i, span, 0, vector)
+
+        tasks: list[Any] = []
+        for i, (replica, shards) in enumerate(zip(self.replicas, step.shards, strict=True)):
+            if shards and pass_.feed.resident and getattr(replica, "looped", False):
+                tasks.append(partial(launch, replica, i, shards))
+            else:
+                tasks += [partial(compute, replica, i, shard) for shard in shards]
         if self._sender:
             sending = self._sender.submit(step.send)
             try:
@@ -135,7 +202,7 @@ class Group:
                 step.give_up()
                 raise
             total = sending.result()  # waits for the other processes
-            totals = [self.backend.place(total, replica.device) for replica in self.replicas]
+            totals = [self.arithmetic.place(total, replica.device) for replica in self.replicas]
         else:
             self.backend.map(tasks)
             devices = [replica.device for replica in self.replicas]
@@ -143,19 +210,23 @@ class Group:
             totals = exchange(self.backend, held, n, devices, self.replicas[0].size)
         z = self._noise(t) if self.noisy else None
         self.backend.map([partial(self._update, i, total, examples, lr, t, z) for i, total in enumerate(totals)])
-        return self.backend.concat([totals[0][-2 * self.shards :]])  # a copy: the rest of the vector is let go
+        numbers = compiled(self.backend, tail)(2 * self.shards, totals[0])
+        return self.backend.concat([numbers])  # a copy: the rest of the vector is let go
 
     def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
-        replica = self.replicas[i]
-        gradient = total[: len(replica.parameters)] / examples
-        if self.clip:
-            gradient = self.backend.clip(gradient, self.clip)
-        self.updaters[i](gradient, lr, t, None if z is None else self.backend.put(z, replica.device))
+        replica, updater = self.replicas[i], self.updaters[i]
+        z = None if z is None else self.backend.put(z, replica.device)
+        if isinstance(updater, FlatUpdater):
+            updater.follow(total, examples, lr, t, z)
+        else:
+            about = self.backend, len(replica.parameters), self.clip
+            updater(compiled(self.backend, mean)(about, total, examples), lr, t, z)
         replica.advance(total, examples)
 
     def _noise(self, t: int) -> NDArray[Any]:
         parameters = self.replicas[0].parameters
-        z = draws.normal(self.seed, t, len(parameters), str(parameters.dtype).rpartition(".")[2])
+        dtype = str(parameters.dtype).rpartition(".")[2].rstrip("'>")  # MXNet's types are classes of NumPy
+        z = draws.normal(self.seed, t, len(parameters), dtype)
         for gap in self.replicas[0].gaps:
             z[gap] = 0  # in no checkpoint, so it must not move
         return z
@@ -210,11 +281,11 @@ class Step:
         if not self._missing[0]:
             self._all_ready()
 
-    def deliver(self, i: int, shard: int, band: int, vector: Vector) -> None:
-        """Add a band of a shard that replica i has computed."""
-        self.folds[i][band].add((shard, shard + 1), vector)
+    def deliver(self, i: int, span: Span, band: int, vector: Vector) -> None:
+        """Add a band of a part that replica i has computed, mostly one shard."""
+        self.folds[i][band].add(span, vector)
         with self._lock:
-            self._missing[band] -= 1
+            self._missing[band] -= span[1] - span[0]
             if not self._missing[band]:
                 self._ready[band].set()
 
@@ -225,15 +296,15 @@ class Step:
             self._ready[band].wait()
             if self._given_up:
                 break
-            local: Fold[Vector] = Fold(self.n, group.backend.add)
+            local: Fold[Vector] = Fold(self.n, group.arithmetic.add)
             for bands in self.folds:
                 for span, vector in bands[band].parts.items():
                     local.add(span, group.world.bring(vector))
             held = dict(sorted(local.parts.items()))
-            total = across(group.world, group.backend, held, self.held, self.n, group.memory[lo:hi])
+            total = across(group.world, group.arithmetic, held, self.held, self.n, group.memory[lo:hi], group.rooms)
             if len(self.bands) == 1:
                 return total
-            group.backend.assign(group.memory[lo:hi], total)
+            group.arithmetic.assign(group.memory[lo:hi], total)
         return group.memory
 
     def give_up(self) -> None:

@@ -1,12 +1,169 @@
-"""Fits every model of the suite in one of several processes: `many_processes.py FOLDER DEVICE`."""
+"""What one of several processes does in test_many_processes.py: `many_processes.py FOLDER DEVICE [run=PATH] [jax=HOST:PORT]`.
 
+It fits the models on one device and on two; then once more as a broken twin would; then it goes on with a run, in which the
+last process is killed at the step after. What a process saw is left in FOLDER/rank-R.json. One start does all this, as
+some frameworks take long to start.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import samestep as ss
 from conformance import suite
+from samestep import run as runs
+from samestep import step
+from samestep.errors import ProcessFailed
+from samestep.processes import MEET, Place, find
+
+
+@functools.cache  # what was compiled for a function is found again
+def jax():
+    from jax import numpy as jnp
+    from jax.nn import relu
+
+    from samestep.models.jax import Pair
+
+    def normed(w, state, x, train):
+        x = x.reshape(-1, 28, 28) @ w["first"]
+        here = {"mean": x.mean((0, 1)), "variance": x.var((0, 1))}
+        used = here if train else state
+        x = relu((x - used["mean"]) / jnp.sqrt(used["variance"] + 1e-5)).reshape(-1, 112) @ w["last"]
+        return x, {name: 0.9 * state[name] + 0.1 * here[name] for name in state} if train else state
+
+    draw = np.random.default_rng(0).standard_normal
+    weights = {"first": draw((28, 4), np.float32) / 5, "last": draw((112, 10), np.float32) / 10}
+    return Pair(normed, weights, {"mean": np.zeros(4, np.float32), "variance": np.ones(4, np.float32)})
+
+
+def tensorflow():
+    from keras import Input, Sequential, initializers, layers
+
+    one, two = (initializers.GlorotUniform(seed) for seed in (1, 2))
+    return Sequential([
+        Input((1, 28, 28)), layers.Permute((2, 3, 1)), layers.Conv2D(4, 5, 4, kernel_initializer=one),
+        layers.BatchNormalization(), layers.ReLU(), layers.Flatten(), layers.Dense(10, kernel_initializer=two),
+    ])  # fmt: skip
+
+
+def paddle():
+    import paddle
+    from paddle import nn
+
+    from samestep.models.paddle import Norm
+
+    paddle.seed(0)
+    layers = nn.Conv2D(1, 4, 5, 4), Norm(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+    return nn.Sequential(*layers)
+
+
+def torch():
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+
+def mxnet():
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    mx.random.seed(0)
+    model = nn.HybridSequential()
+    model.add(nn.Conv2D(4, 5, 4, in_channels=1), nn.BatchNorm(in_channels=4), nn.Activation("relu"), nn.Flatten(),
+              nn.Dense(10, in_units=144))  # fmt: skip
+    model.initialize()
+    return model
+
+
+# A small one with batch norm: to compile the suite's in every process would take most of the test's time.
+suite.zoo.normed = globals()[suite.BACKEND]
+MODELS = ("mlp_with_dropout", "normed")
+# Examples and batch size: a last batch of two that leaves most processes without a part, and shards of two and of one. For
+# every other size of a shard, JAX and TensorFlow would compile anew, in every process.
+SIZES = {"mlp_with_dropout": (12, 5), "normed": (20, 12)}
+STOP = 1  # step after which the run is given to other processes
+
+
+def fit(name: str, devices: list[str], **settings) -> ss.Run:
+    return suite.fit(name, devices, *SIZES[name], **settings)
+
+
+def outcome(run: ss.Run) -> dict:
+    """All of a run that must be the same in every process, whoever has computed it."""
+    weights = {name: tensor.tobytes().hex() for name, tensor in run.weights().items()}
+    whole = {"prints": run.fingerprints, "weights": weights, "rows": suite.numbers(run), "recipe": run.recipe,
+            "fingerprint": [run.fingerprint, runs.fingerprint(run.weights())]}  # fmt: skip
+    return json.loads(json.dumps(whole))
+
+
+def losing_a_part(world, arithmetic, parts, *rest):
+    """Twin of `across`: what the last process holds does not reach the others."""
+    if world.rank == world.size - 1:
+        parts = {span: arithmetic.assign(vector, vector * 0) for span, vector in parts.items()}
+    return across(world, arithmetic, parts, *rest)
+
+
+def killed_after(steps: int) -> None:
+    """Kill the last process when so many steps have been made."""
+    go_on = step.Group.step
+
+    def stepping(self, pass_, spans, keys, lr, t):
+        if t == steps and self.world.rank == self.world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return go_on(self, pass_, spans, keys, lr, t)
+
+    step.Group.step = stepping
+
+
+across = step.across
+
+
+def by_jax_alone(coordinator: str) -> None:
+    """Have jax.distributed set up by the script, and nothing else that tells of other processes."""
+    from jax import distributed
+
+    place = find()
+    for name in (MEET, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    assert find() == Place()
+    distributed.initialize(coordinator, place.size, place.rank)
+
+
+def main(folder: str, device: str, *more: str) -> None:
+    seen, rank, given = {}, find().rank, dict(pair.split("=", 1) for pair in more)
+    if "jax" in given:
+        by_jax_alone(given["jax"])
+
+    def tell() -> None:
+        Path(folder, f"rank-{rank}.json").write_text(json.dumps(seen))
+
+    for name in MODELS:
+        for count in (1, 2):
+            result = fit(name, [device] * count)
+            seen[f"{name} on {count}"] = outcome(result) | {"devices": result.devices}
+    step.across = losing_a_part
+    seen["twin"] = outcome(fit(MODELS[0], [device]))
+    step.across = across
+    tell()
+    if "run" in given:
+        killed_after(STOP + 1)
+        try:
+            fit(MODELS[0], [device], run_dir=given["run"], checkpoint_every=1, timeout=60)
+        except ProcessFailed as error:
+            seen["failed"] = str(error)
+            tell()
+
 
 if __name__ == "__main__":
-    for name in suite.MODELS:
-        suite.fit(name, [sys.argv[2]], run_dir=f"{sys.argv[1]}/{name}")
+    main(*sys.argv[1:])

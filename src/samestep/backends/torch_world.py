@@ -14,6 +14,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,6 +36,15 @@ NEVER = 2**31 - 1  # a tag under which nothing is ever sent
 Works = list[tuple[int, Any]]
 
 c10d: Any = dist  # stores are there, but not exported by name
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What will arrive with a swap, under its tag."""
+
+    tag: int
+    arriving: Works
+
 
 _joined: TorchWorld | None = None
 _stores: dict[str, tuple[Any, bool]] = {}  # by where they are met: a process comes there once
@@ -100,26 +110,40 @@ class TorchWorld:
 
     # Vectors
 
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Works:
-        with self._named(None):
-            if self._through.type == "cuda":
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
+        if self._through.type == "cuda":
+            with self._named(None):
                 ops = [dist.P2POp(dist.isend, v, group=self._vector, group_peer=q) for q, v in sends]
                 ops += [dist.P2POp(dist.irecv, v, group=self._vector, group_peer=q) for q, v in receives]
-                return [(-1, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
-            return self._host_swap("vector", sends, receives)
+                return [], [(-1, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
+        expected = receives if isinstance(receives, Expected) else self._expect("vector", receives)
+        return self._send(sends, expected.tag), expected.arriving
 
-    def _host_swap(self, kind: str, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Works:
+    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
+        # Gloo sends nothing before the other side has said that it is ready. NCCL must have both at once.
+        return receives if self._through.type == "cuda" else self._expect("vector", receives)
+
+    def _expect(self, kind: str, receives: Sequence[tuple[int, Any]]) -> Expected:
         # A tag of its own for every swap: two threads swap, one vectors and one the rest, each in the same order everywhere.
         tag = self._tags[kind] * 2 + (kind == "host")
         self._tags[kind] += 1
-        works: Works = []
-        for rank, vector in sends:
-            with self._named(rank):
-                works.append((rank, self._host.send([vector], rank, tag)))
+        arriving: Works = []
         for rank, memory in receives:
             with self._named(rank):
-                works.append((rank, self._host.recv([memory], rank, tag)))
-        return works
+                arriving.append((rank, self._host.recv([memory], rank, tag)))
+        return Expected(tag, arriving)
+
+    def _send(self, sends: Sequence[tuple[int, Any]], tag: int) -> Works:
+        leaving: Works = []
+        for rank, vector in sends:
+            with self._named(rank):
+                leaving.append((rank, self._host.send([vector], rank, tag)))
+        return leaving
+
+    def _host_swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Works:
+        """A swap of something else than vectors, to be waited for as one."""
+        expected = self._expect("host", receives)
+        return self._send(sends, expected.tag) + expected.arriving
 
     def wait(self, works: Works) -> None:
         for rank, work in works:
@@ -138,12 +162,11 @@ class TorchWorld:
         others = [rank for rank in range(self.size) if rank != self.rank]
         length = torch.tensor([len(content)])
         lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        self.wait(self._host_swap("host", [(rank, length) for rank in others], list(lengths.items())))
+        self.wait(self._host_swap([(rank, length) for rank in others], list(lengths.items())))
         memory = {rank: np.empty(int(size), np.uint8) for rank, size in lengths.items()}
         mine = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         self.wait(
             self._host_swap(
-                "host",
                 [(rank, mine) for rank in others if len(content)],
                 [(rank, torch.from_numpy(array)) for rank, array in memory.items() if len(array)],
             )
@@ -156,7 +179,7 @@ class TorchWorld:
     def vote(self, stop: bool) -> tuple[bool, list[torch.Tensor], Works]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine, answers = torch.tensor([stop], dtype=torch.uint8), [torch.zeros(1, dtype=torch.uint8) for _ in others]
-        works = self._host_swap("host", [(rank, mine) for rank in others], list(zip(others, answers, strict=True)))
+        works = self._host_swap([(rank, mine) for rank in others], list(zip(others, answers, strict=True)))
         return stop, answers, works
 
     def agreed(self, vote: tuple[bool, list[torch.Tensor], Works]) -> bool:

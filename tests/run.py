@@ -1,8 +1,9 @@
 """Runs every test: one framework per process, as some cannot be loaded together. `make test` calls this.
 
-    python tests/run.py [--mxnet PYTHON] [arguments for pytest]
+    python tests/run.py [--mxnet PYTHON] [--at-once N] [arguments for pytest]
 
-With arguments for pytest (a file, -k ...), only those tests are run, here, in one process.
+Several processes run at once, half as many as there are cores but at least two; what each one prints comes when it has
+ended. With arguments for pytest (a file, -k ...), only those tests are run, here, in one process.
 """
 
 from __future__ import annotations
@@ -12,44 +13,77 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 # What must also hold on the oldest NumPy that samestep supports, which MXNet brings along.
 ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
+# Frameworks beside PyTorch in this environment: the conformance suite again, in a process of its own.
+OTHERS = ["tensorflow", "paddle", "jax"]
+# Tests that mostly wait for processes they have started: a run of their own, beside the rest.
+PROCESSES = ["test_processes.py", "test_sockets.py", "test_meeting.py", "test_verify.py", "chaos"]
 
-# Frameworks beside PyTorch that have a backend: the conformance suite again, in a process of its own.
-OTHERS = ["jax", "tensorflow", "paddle"]
+
+@dataclass(frozen=True)
+class Run:
+    """One process of pytest."""
+
+    name: str
+    files: list[Path] = field(default_factory=list)
+    backend: str = "torch"
+    python: str = sys.executable
+    but: list[Path] = field(default_factory=list)  # what to leave out
+
+    def __call__(self) -> tuple[Run, int, str, float]:
+        began = time.monotonic()
+        command = [self.python, "-m", "pytest", "-q", *map(str, self.files), *(f"--ignore={path}" for path in self.but)]
+        env = os.environ | {"SAMESTEP_TEST_BACKEND": self.backend}
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return self, done.returncode, done.stdout, time.monotonic() - began
+
+
+def runs(mxnet: Path | None) -> list[Run]:
+    """All of them, the longest first."""
+    apart = [TESTS / name for name in PROCESSES]
+    found = [Run("PyTorch, and what needs no framework", but=apart), Run("processes", apart)]
+    if mxnet:
+        python = str(mxnet)
+        found.append(Run("MXNet", [TESTS / "conformance", TESTS / "test_mxnet.py"], "mxnet", python))
+    for name in OTHERS:
+        if importlib.util.find_spec(name):
+            found.append(Run(name, [TESTS / "conformance", TESTS / f"test_{name}.py"], name))
+        else:
+            print(f"{name}'s tests are skipped: it is not installed")
+    for file in sorted((TESTS / "parity").glob("test_*.py")):
+        if "mxnet" not in file.name:
+            found.append(Run(file.stem, [file]))
+    if mxnet:
+        found.append(Run("on an old NumPy", [TESTS / name for name in ON_OLD_NUMPY], python=python))
+        found.append(Run("test_schedules_mxnet", [TESTS / "parity" / "test_schedules_mxnet.py"], python=python))
+    else:
+        print("MXNet's tests are skipped: it has an environment of its own, which could not be made here")
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mxnet", type=Path, help="the Python of MXNet's environment")
+    parser.add_argument("--at-once", type=int, default=max(2, (os.cpu_count() or 2) // 2))
     options, rest = parser.parse_known_args()
     if rest:
         return subprocess.run([sys.executable, "-m", "pytest", *rest]).returncode
-    runs: list[list[str]] = [[sys.executable, "-m", "pytest", "-q"]]
-    for file in sorted((TESTS / "parity").glob("test_*.py")):
-        if "mxnet" not in file.name:
-            runs.append([sys.executable, "-m", "pytest", "-q", str(file)])
-    others = [name for name in OTHERS if importlib.util.find_spec(name)]
-    for name in others:
-        runs.append([sys.executable, "-m", "pytest", "-q", str(TESTS / "conformance"), str(TESTS / f"test_{name}.py")])
-    if options.mxnet and options.mxnet.exists():
-        old = [str(TESTS / name) for name in ON_OLD_NUMPY]
-        runs.append([str(options.mxnet), "-m", "pytest", "-q", *old])
-        runs.append([str(options.mxnet), "-m", "pytest", "-q", str(TESTS / "parity" / "test_schedules_mxnet.py")])
-    else:
-        print("MXNet's tests are skipped: it has an environment of its own, which could not be made here")
-    failed = []
-    for run in runs:
-        print(f"\n$ {' '.join(Path(part).name if '/' in part else part for part in run)}", flush=True)
-        backend = next(
-            (name for name in others if run[-1].endswith(f"test_{name}.py") and "parity" not in run[-1]), "torch"
-        )
-        if subprocess.run(run, env=os.environ | {"SAMESTEP_TEST_BACKEND": backend}).returncode:
-            failed.append(run)
-    print(f"\n{len(runs) - len(failed)} of {len(runs)} test runs passed")
+    todo = runs(options.mxnet if options.mxnet and options.mxnet.exists() else None)
+    failed = 0
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for done in as_completed([pool.submit(run) for run in todo]):
+            run, status, output, seconds = done.result()
+            failed += status != 0
+            word = "failed" if status else "passed"
+            print(f"\n$ {run.name}: {word} after {seconds:.0f} s\n{output.rstrip()}", flush=True)
+    print(f"\n{len(todo) - failed} of {len(todo)} test runs passed")
     return 1 if failed else 0
 
 

@@ -21,7 +21,7 @@ import pytest
 from test_checkpoint import be_patient
 
 import samestep as ss
-from samestep import cli, fashion
+from samestep import backends, cli, fashion, verify
 from samestep.trainer import OVERRIDES
 
 RANDOM = np.random.default_rng(0)
@@ -166,6 +166,7 @@ BAD = {
     "--threads-per-shard 0": "threads_per_shard must be at least 1",
     "--sampling all": "sampling must be one of without_replacement, with_replacement, got sampling='all'",
     "--model vgg": "unknown model 'vgg': choose one of lenet, lenet_modern, mlp, resnet18",
+    "--backend caffe": "no backend 'caffe': samestep has torch, jax, tensorflow, paddle",
     "--checkpoint-every never": "must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'never'",
     "--checkpoint-every 0": "'5 min', got '0'",
     "--checkpoint-every -1": "'5 min', got '-1'",
@@ -179,6 +180,7 @@ BAD = {
     "missing.py": "missing.py is not a file",
     ".": ". is not a file",
     "{file} --model mlp": "--model goes with the built-in job; ",
+    "{file} --backend jax": "--backend goes with the built-in job; ",
     "{file} --momentum 0.9": "--momentum goes with the built-in job; ",
 }
 
@@ -454,7 +456,43 @@ def test_bad_settings_for_a_script_are_one_line(given: str, samestep: Samestep, 
 # The other commands
 
 
-def test_devices(samestep: Samestep) -> None:
+def test_train_with_torch_by_name_is_the_default(samestep: Samestep) -> None:
+    done = samestep("train", *QUICK, "--run-dir", "none", "-q", "--backend", "torch")
+    assert fingerprint(done) == fingerprint(samestep("train", *QUICK, "--run-dir", "none", "-q"))
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_framework_that_is_not_installed(command: str, samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = backends.installed
+    monkeypatch.setattr(backends, "installed", lambda name: None if name == "paddle" else there(name))
+    done = samestep(command, "--backend", "paddle")
+    assert done == Done(2, "", "samestep: 'paddle' is not installed; pip install 'samestep[paddle]'\n")
+    assert written() == []
+
+
+def test_verify_refuses_a_framework_for_a_script_and_one_that_it_does_not_know(samestep: Samestep) -> None:
+    Path("my.py").write_text("")
+    done = samestep("verify", "my.py", "--backend", "jax")
+    assert done == Done(2, "", "samestep: --backend goes with the built-in job; my.py has a model of its own\n")
+    done = samestep("verify", "--backend", "caffe")
+    assert (done.status, done.out) == (2, "")
+    assert re.fullmatch("samestep: no backend 'caffe': samestep has torch, .*\n", done.err)
+
+
+def test_verify_runs_the_built_in_job_with_the_framework() -> None:
+    job = verify.Job(epochs=1, backend="jax")
+    assert job.command(verify.Way(2), Path("folder"))[3:] == [
+        "train", "--quiet", "--devices=2", "--run-dir=folder", "--resume=auto", "--epochs=1", "--backend=jax",
+    ]  # fmt: skip
+    assert (str(job), str(verify.Job())) == ("the built-in job with jax", "the built-in job")
+
+
+def test_devices(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each framework is asked in a process of its own; here only PyTorch and one that cannot be loaded."""
+    versions = {"torch": metadata.version("torch"), "jax": "0.0"}
+    monkeypatch.setattr(backends, "installed", versions.get)
+    ask = cli._ask
+    monkeypatch.setattr(cli, "_ask", lambda name: ask(name if name == "torch" else "caffe"))
     done = samestep("devices")
     assert (done.status, done.err) == (0, "")
     lines = [line.split() for line in done.out.splitlines()]
@@ -462,8 +500,13 @@ def test_devices(samestep: Samestep) -> None:
     total, used = float(cpu[1]), float(cpu[3])
     assert cpu[2] == cpu[4] == "GiB"
     assert 0 < used < total
-    assert ["torch", metadata.version("torch"), "yes"] in lines
+    seen = [str(device) for device in backends.load("torch").devices()]
+    assert ["torch", versions["torch"], *", ".join(seen).split()] in lines
+    assert " ".join(lines[-4]).startswith(
+        "jax 0.0 cannot be loaded: samestep.errors.WrongType: no backend 'caffe': samestep has torch, "
+    )
     assert [line[0] for line in lines[-5:]] == ["torch", "jax", "tensorflow", "paddle", "mxnet"]
+    assert lines[-3:] == [[name, "not", "installed"] for name in ("tensorflow", "paddle", "mxnet")]
     assert written() == []
 
 
@@ -534,10 +577,10 @@ OPTIONS = {
     ("train",): [
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
-        "-q", "--checkpoint-every", "--resume", "--processes",
+        "-q", "--checkpoint-every", "--resume", "--processes", "--backend",
     ],
     ("verify",): [
-        "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",
+        "--backend", "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",
     ],
     ("diff",): ["--json"],
     ("export",): ["--best", "--average"],

@@ -26,19 +26,20 @@ from samestep.errors import DevicesDiffer, Invalid, WrongType
 
 
 class Machine:
-    """A backend on a machine with so many GPUs; devices are all it knows about."""
+    """A backend on a machine with so many GPUs, and a CPU cut into so many devices; devices are all it knows about."""
 
     name = "fake"
 
-    def __init__(self, gpus: int) -> None:
-        self.gpus = gpus
+    def __init__(self, gpus: int, cpus: int = 1) -> None:
+        self.gpus, self.cpus = gpus, cpus
 
     def devices(self) -> list[Device]:
-        return [cpu(), *(gpu(i) for i in range(self.gpus))]
+        return [*map(cpu, range(self.cpus)), *map(gpu, range(self.gpus))]
 
 
 NO_GPU: Any = Machine(0)
 TWO_GPUS: Any = Machine(2)
+THREE_CPUS: Any = Machine(0, 3)
 
 # Names
 
@@ -49,20 +50,27 @@ def test_the_names_of_the_first_gpu(name: Any) -> None:
     assert hash(Device.of(name)) == hash(gpu(0))
 
 
-@pytest.mark.parametrize("name", ["cpu", cpu(), torch.device("cpu")])
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", cpu(), cpu(0), torch.device("cpu"), torch.device("cpu", 0)])
 def test_the_names_of_the_cpu(name: Any) -> None:
     assert Device.of(name) == cpu() == Device("cpu")
-    assert Device.of(name) != gpu(0)
+    assert Device.of(name) not in (gpu(0), cpu(1))
+
+
+@pytest.mark.parametrize("name", ["cpu:2", cpu(2), Device("cpu", 2), torch.device("cpu", 2)])
+def test_the_names_of_a_virtual_device(name: Any) -> None:
+    assert Device.of(name) == cpu(2)
+    assert Device.of(name) not in (cpu(), cpu(1), gpu(2))
 
 
 def test_a_device_prints_as_its_name() -> None:
-    assert [str(device) for device in (cpu(), gpu(), gpu(12))] == ["cpu", "cuda:0", "cuda:12"]
+    devices = (cpu(), cpu(2), gpu(), gpu(12))
+    assert [str(device) for device in devices] == ["cpu", "cpu:2", "cuda:0", "cuda:12"]
     assert repr([cpu(), gpu(1)]) == "[cpu, cuda:1]"
-    assert all(Device.of(str(device)) == device for device in (cpu(), gpu(), gpu(12)))
+    assert all(Device.of(str(device)) == device for device in devices)
 
 
 @pytest.mark.parametrize(
-    "name", ["tpu", "", "cuda:", "cuda:x", "cuda:-1", "cuda:1 ", "CPU", "cpu\n", "xcpu", "cuda:0:1"]
+    "name", ["tpu", "", "cuda:", "cuda:x", "cuda:-1", "cuda:1 ", "CPU", "cpu\n", "xcpu", "cuda:0:1", "cpu:", "cpu:-1"]
 )
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(Invalid) as error:
@@ -83,17 +91,19 @@ def test_what_is_no_name_is_refused(name: Any) -> None:
     assert str(error.value) == f"a device is a name such as 'cpu' or 'cuda:1', got {name!r}"
 
 
+@pytest.mark.parametrize("make", [cpu, gpu])
 @pytest.mark.parametrize("i", ["0", 1.0, True, None])
-def test_the_number_of_a_gpu_is_a_whole_number(i: Any) -> None:
+def test_the_number_of_a_device_is_a_whole_number(i: Any, make: Any) -> None:
     with pytest.raises(WrongType) as error:
-        gpu(i)
-    assert str(error.value) == f"gpu: i must be a whole number, got i={i!r}"
+        make(i)
+    assert str(error.value) == f"{make.__name__}: i must be a whole number, got i={i!r}"
 
 
-def test_the_number_of_a_gpu_is_not_negative() -> None:
+@pytest.mark.parametrize("make", [cpu, gpu])
+def test_the_number_of_a_device_is_not_negative(make: Any) -> None:
     with pytest.raises(Invalid) as error:
-        gpu(-1)
-    assert str(error.value) == "gpu: i must be at least 0, got i=-1"
+        make(-1)
+    assert str(error.value) == f"{make.__name__}: i must be at least 0, got i=-1"
 
 
 # What is there
@@ -174,6 +184,34 @@ def test_what_is_asked_for_where_there_is_no_gpu(asked: Any, expected: str) -> N
 )
 def test_what_is_asked_for_where_there_are_two_gpus(asked: Any, expected: str) -> None:
     assert " ".join(map(str, resolve(asked, 8, TWO_GPUS))) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("auto", "cpu"),
+        (1, "cpu"),
+        (5, "cpu cpu:1 cpu:2 cpu cpu:1"),
+        ("cpu", "cpu"),
+        ("cpu:2", "cpu:2"),
+        ("cpu:1,cpu:0", "cpu:1 cpu"),
+        (["cpu:0", "cpu:1", cpu(2), "cpu"], "cpu cpu:1 cpu:2 cpu"),
+    ],
+)
+def test_what_is_asked_for_where_the_cpu_is_three_devices(asked: Any, expected: str) -> None:
+    assert " ".join(map(str, resolve(asked, 8, THREE_CPUS))) == expected
+    assert resolve(4, 8, Machine(1, 3)) == [gpu()] * 4  # type: ignore[arg-type]
+
+
+def test_a_virtual_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(Invalid) as error:
+        resolve(["cpu", "cpu:3"], 8, THREE_CPUS)
+    assert str(error.value) == "device cpu:3 is not there: fake sees cpu, cpu:1, cpu:2 on this machine"
+    torch_backend = backends.load("torch")
+    listed = ", ".join(map(str, torch_backend.devices()))
+    with pytest.raises(Invalid) as error:
+        resolve("cpu:2", 8, torch_backend)
+    assert str(error.value) == f"device cpu:2 is not there: torch sees {listed} on this machine"
 
 
 def test_auto_takes_at_most_one_device_per_shard() -> None:

@@ -24,9 +24,11 @@ from paddle.distributed.fleet.utils import recompute
 
 import samestep as ss
 from samestep import draws, models
+from samestep.backends import bits, paddle_bits
 from samestep.backends import paddle as backends_paddle
 from samestep.backends.paddle_noise import AHEAD, ALONE, FREE, GENERATOR, Noise, position
 from samestep.backends.paddle_replica import Flat, PaddleReplica
+from samestep.data import Pass
 from samestep.models import paddle as models_paddle
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")  # Paddle's batch norm, every time
@@ -742,6 +744,39 @@ def test_copies_share_nothing_and_have_gradients():
     assert copied.sum().item() == 30
 
 
+def put_and_gathered(monkeypatch, devices):
+    """How often a fit on so many devices put the examples on one, and from how many memories it gathered shards."""
+    puts, memories = [], []
+
+    def put(array, device):
+        puts.append(array is X)
+        return original_put(array, device)
+
+    def take(array, index):
+        memories.append(array)  # held, or the next one could be given its address
+        return original_take(array, index)
+
+    original_put, original_take = backend.put, backend.take
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "put", put)
+        patch.setattr(backend, "take", take)
+        fit(models_paddle.mlp((784, 8, 10)), devices=devices)
+    return sum(puts), len({array.data_ptr() for array in memories if len(array.shape) == 4})
+
+
+def test_replicas_on_one_device_share_the_data(monkeypatch):
+    assert put_and_gathered(monkeypatch, 1) == put_and_gathered(monkeypatch, 5) == (1, 1)
+
+    def copies(self, span, device):
+        x, y = self.feed.resident[device]
+        self.feed.resident[device] = self.feed.backend.copy(x, device), y
+        return shard(self, span, device)
+
+    shard = Pass.shard
+    monkeypatch.setattr(Pass, "shard", copies)  # every shard from a copy of its own
+    assert put_and_gathered(monkeypatch, 5)[1] > 5
+
+
 @pytest.mark.parametrize("how", ["tree", "gather", "ring", "sharded"])
 def test_allreduce(how):
     arrays = [paddle.full([2, 3], float(i)) for i in range(1, 4)]
@@ -773,6 +808,21 @@ def test_fingerprints_see_every_bit_and_place():
         rows[place] = 1
         seen.add(of(*rows))
     assert len(seen) == 6
+    # two signs, the highest bits: where the sum wraps around, they must not cancel each other
+    signs = [[-0.0 if place in (i, j) else 0.0 for place in range(16)] for i in range(16) for j in range(i + 1)]
+    assert len({of(*numbers) for numbers in signs}) == len(signs) == 136
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
+@pytest.mark.parametrize("n", [0, 1, 17, 8192, 40_007])
+def test_fingerprints_against_whole_numbers_of_python(n, dtype):
+    """On the host, and as a GPU computes them."""
+    vector = (random.random(n) * 100).astype(dtype)
+    numbers = map(int, vector.view(f"i{vector.itemsize}"))
+    of_columns, of_rows = (list(map(int, row)) for row in bits.odd())
+    total = sum(number * of_columns[i % 8192] * of_rows[i // 8192] for i, number in enumerate(numbers))
+    assert int(bits.bits(vector)[0]) % (1 << 64) == total % (1 << 64)
+    assert int(paddle_bits.on_gpu(tensor(vector)).item()) % (1 << 64) == total % (1 << 64)
 
 
 SCRIPT = """
@@ -794,17 +844,6 @@ def test_the_threads_of_mkl_have_no_way_in():
         assert done.returncode == 0, done.stderr
         prints.add(done.stdout.strip())
     assert len(prints) == 1
-
-
-def test_several_processes_are_refused():
-    from samestep.processes import find
-
-    place = find()
-    assert backend.world(place, 1.0, [ss.cpu()]).size == 1
-    import dataclasses
-
-    with pytest.raises(ss.SamestepError, match="several processes are not there yet for Paddle"):
-        backend.world(dataclasses.replace(place, size=2), 1.0, [ss.cpu()])
 
 
 def test_the_generator_is_paddles():

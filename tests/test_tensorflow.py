@@ -16,8 +16,9 @@ import tensorflow as tf
 
 import samestep as ss
 from samestep import draws, models
+from samestep.backends import bits, tensorflow_graph, tensorflow_replica
 from samestep.backends import tensorflow as backends_tensorflow
-from samestep.backends import tensorflow_graph, tensorflow_replica
+from samestep.data import Pass
 from samestep.models import tensorflow as models_tensorflow
 from samestep.step import Group
 
@@ -492,20 +493,24 @@ def test_float64_and_bytes():
     )
 
 
-def test_several_processes_are_not_there_yet(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ss.SamestepError, match="several processes are not there yet for TensorFlow"):
-        fit(line())
-
-
 # samestep's optimizers, and Keras's
 
 
 @pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9, nesterov=True), ss.adagrad(), ss.adamw(), ss.sgld(1e-4)])
 def test_the_optimizers_of_samestep(optimizer):
     same(lambda: models_tensorflow.mlp((784, 16, 10)), counts=(2, 5), optimizer=optimizer, schedule=0.01)
+
+
+@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9, nesterov=True), ss.adagrad(), ss.adam()])
+def test_an_update_in_place_has_the_bits_of_one_on_whole_vectors(optimizer, monkeypatch):
+    def run():
+        return fit(models_tensorflow.mlp((784, 16, 10)), optimizer=optimizer, schedule=0.01, max_epochs=1).fingerprints
+
+    blocks = run()
+    monkeypatch.setattr("samestep.step.BLOCK", 1000)
+    assert run() == blocks
+    monkeypatch.delattr(type(backend), "in_memory")
+    assert run() == blocks
 
 
 def adam(variables):
@@ -615,7 +620,7 @@ def test_fingerprints_see_every_bit_and_place():
     for place in (0, 1, 65_535, 65_536, 131_072, 199_999):
         vector[:] = 0
         vector[place] = 1
-        seen.add(tensorflow_replica.bits(vector).tobytes())
+        seen.add(bits.bits(vector).tobytes())
     assert len(seen) == 6
 
 
@@ -638,6 +643,54 @@ def test_device_functions():
         assert ss.try_gpu(backend="tensorflow") == ss.cpu()
         with pytest.raises(ss.SamestepError, match="device cuda:0 is not there: tensorflow sees cpu"):
             ss.put(array, "cuda")
+
+
+VIRTUAL = """
+import sys
+import numpy as np, samestep as ss
+from samestep.backends.tensorflow import backend
+import tensorflow as tf
+from samestep.models.tensorflow import mlp
+
+assert [str(device) for device in backend.devices()][:1] == ["cpu"]  # asking does not start TensorFlow
+(whole,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(whole, [tf.config.LogicalDeviceConfiguration()] * 3)
+assert [str(device) for device in backend.devices() if device.kind == "cpu"] == ["cpu", "cpu:1", "cpu:2"]
+for given in (np.arange(3.0), tf.range(3.0), tf.Variable(tf.range(3.0))):
+    there = ss.put(given, "cpu:2", "tensorflow")
+    assert there.device.endswith("CPU:2") and ss.device_of(there) == ss.cpu(2) != ss.cpu()
+    assert ss.put(there, "cpu:2") is there
+    assert ss.device_of(ss.put(there, "cpu:0")) == ss.cpu(), "cpu:0 is the first one"
+    assert ss.get(there).tolist() == [0, 1, 2]
+(copy,) = ss.replicate([there], "cpu:1")
+assert isinstance(copy, tf.Variable) and ss.device_of(copy) == ss.cpu(1)
+for how in ("tree", "gather", "ring", "sharded"):
+    sums = ss.allreduce([ss.put(np.full(4, 1.0 + i), f"cpu:{i}", "tensorflow") for i in range(3)], how)
+    assert [ss.device_of(total) for total in sums] == [ss.cpu(i) for i in range(3)]
+    assert all(ss.get(total).tolist() == [6] * 4 for total in sums)
+try:
+    ss.put(there, "cpu:3")
+except ss.SamestepError as error:
+    assert str(error).startswith("device cpu:3 is not there: tensorflow sees cpu, cpu:1, cpu:2"), error
+else:
+    sys.exit("cpu:3 was taken")
+
+random = np.random.default_rng(0)
+x, y = random.random((90, 1, 28, 28), dtype=np.float32), random.integers(0, 10, 90)
+for devices in ("auto", ["cpu:0", "cpu:1", "cpu:2"], 2, ["cpu:2"]):
+    run = ss.Trainer(max_epochs=2, batch_size=32, devices=devices, progress=False).fit(mlp(dropout=0.5), (x, y))
+    print(*run.devices, run.fingerprint, run.fingerprint == run.recipe["initial"])
+"""
+
+
+def test_logical_devices():
+    """In a process of its own: TensorFlow cuts the CPU into devices before it starts, or not at all."""
+    done = subprocess.run([sys.executable, "-c", VIRTUAL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    one = fit(models_tensorflow.mlp(dropout=0.5))
+    devices = [["cpu"], ["cpu", "cpu:1", "cpu:2"], ["cpu", "cpu:1"], ["cpu:2"]]
+    assert rows == [[*names, one.fingerprint, "False"] for names in devices]
 
 
 @pytest.mark.parametrize("how", ["tree", "gather", "ring", "sharded"])
@@ -667,9 +720,84 @@ def test_a_loss_object_has_one_name_in_every_process():
 
 
 def test_a_model_of_no_framework():
-    with pytest.raises(ss.SamestepError, match="for tensorflow: a keras.Model or a tf.Module"):
+    with pytest.raises(ss.SamestepError, match=r"tensorflow \(a keras.Model or a tf.Module\)"):
         fit(object())
     assert ss.device_of(keras.Variable(1.0)) == ss.cpu()
+
+
+# Compiled
+
+
+EAGER = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import samestep as ss
+from conformance import suite
+from samestep.backends.tensorflow import backend
+import tensorflow as tf
+
+for name in suite.MODELS:
+    if name != "mlp_with_dropout":
+        model, data = getattr(suite.zoo, name)(), suite.data(name, 20).train
+        backend.probe(model, None, data.x[:1], data.y[:1])
+        replica = backend.replica(model, None, ss.cpu(), 2)
+        compiled = replica.gradient(data.x, data.y, 1, 1)
+        eager = replica.program.gradient(tf.constant(data.x), tf.constant(data.y), tf.constant(1)).numpy()
+        assert compiled[: len(replica.parameters)].any()
+        print(name, compiled.tobytes() == eager.tobytes())
+"""
+
+
+def eager(threads):
+    env = os.environ | {"TF_NUM_INTRAOP_THREADS": threads}
+    done = subprocess.run([sys.executable, "-c", EAGER], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def test_the_compiled_step_has_the_bits_of_the_eager_one():
+    """Outside of a run TensorFlow computes with the pool of the process, so it must be of one thread, as a shard's is.
+
+    Noise is not compared: in a compiled step it comes from the shard's key, and eagerly from a state that goes on.
+    """
+    assert eager("1") == dict.fromkeys(["lenet", "lenet_modern", "resnet_with_batch_norm", "embedding"], "True")
+    assert eager("2")["lenet_modern"] == "False"  # with other threads it is otherwise, so there is something to compare
+
+
+# Memory
+
+
+def put_and_gathered(monkeypatch, devices):
+    """How often a fit on so many devices put the examples on one, and from how many memories it gathered shards."""
+    puts, memories = [], []
+
+    def put(array, device):
+        puts.append(array is X)
+        return original_put(array, device)
+
+    def take(array, index):
+        memories.append(array)  # held, or the next one could be given its address
+        return original_take(array, index)
+
+    original_put, original_take = backend.put, backend.take
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "put", put)
+        patch.setattr(backend, "take", take)
+        fit(line(), devices=devices)
+    return sum(puts), len({array.ctypes.data for array in memories if len(array.shape) == 4})
+
+
+def test_replicas_on_one_device_share_the_data(monkeypatch):
+    assert put_and_gathered(monkeypatch, 1) == put_and_gathered(monkeypatch, 5) == (1, 1)
+
+    def copies(self, span, device):
+        x, y = self.feed.resident[device]
+        self.feed.resident[device] = self.feed.backend.copy(x, device), y
+        return shard(self, span, device)
+
+    shard = Pass.shard
+    monkeypatch.setattr(Pass, "shard", copies)  # every shard from a copy of its own
+    assert put_and_gathered(monkeypatch, 5)[1] > 5
 
 
 # Threads

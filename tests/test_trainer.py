@@ -1,6 +1,8 @@
 """The Trainer on PyTorch: what a fit computes, what it leaves alone, and what it says to bad input."""
 
 import json
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep as ss
-from samestep import draws
-from samestep.errors import Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
+from samestep import backends, draws
+from samestep.errors import BackendMissing, Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
 from samestep.models import torch as models
 from samestep.shards import cut
 
@@ -353,10 +355,86 @@ def test_a_device_that_is_not_there():
 def test_models_that_cannot_be_trained():
     with pytest.raises(Invalid, match="^the model Sequential has no parameters to train$"):
         trainer().fit(nn.Sequential(nn.ReLU()), numbers())
-    with pytest.raises(WrongType, match=r"^model must be a model of torch .*, got builtins\.dict$"):
+    with pytest.raises(WrongType) as caught:
         trainer().fit({}, numbers())
+    message = str(caught.value)
+    assert message.startswith("model must be a model of torch (a torch.nn.Module), jax (a flax module, or ")
+    assert message.endswith("; got builtins.dict")
+    assert all(f"{name} (" in message for name in backends.available())
     with pytest.raises(WrongType, match="must all be float32 or all float64, got bfloat16, float32"):
         trainer().fit(Mixed(), numbers())
+
+
+def of(module, **attributes):
+    """An object that another framework might have made: its class says so, and nothing has to be installed."""
+    return type("Thing", (), {"__module__": module, **attributes})()
+
+
+def array_of(module):
+    return of(module, shape=(60,), __len__=lambda self: 60, __getitem__=lambda self, i: self)
+
+
+MIXED = {
+    "optimizer is of jax (optax._src.base.Thing)": {
+        "optimizer": of("optax._src.base", init=None, update=None),
+    },
+    "optimizer is of tensorflow (keras.src.optimizers.Thing)": {
+        "optimizer": of("keras.src.optimizers", apply_gradients=None),
+    },
+    "schedule is of tensorflow (keras.src.optimizers.schedules.Thing)": {
+        "schedule": of("keras.src.optimizers.schedules", __call__=lambda self, t: 0.1),
+    },
+    "schedule is of paddle (paddle.optimizer.lr.Thing)": {"schedule": of("paddle.optimizer.lr", step=None)},
+    "schedule is of mxnet (mxnet.lr_scheduler.Thing)": {
+        "schedule": of("mxnet.lr_scheduler", __call__=lambda self, t: 0.1),
+    },
+    "loss is of paddle (paddle.nn.layer.loss.Thing)": {
+        "loss": of("paddle.nn.layer.loss", __call__=lambda self, output, y: 0.0),
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "settings"), MIXED.items(), ids=MIXED)
+def test_objects_of_two_frameworks_are_both_named(message, settings):
+    with pytest.raises(WrongType) as caught:
+        trainer(**settings).fit(net(), numbers())
+    assert str(caught.value) == (
+        f"{message} and the model of torch (torch.nn.modules.container.Sequential): a fit takes objects of one framework, "
+        "NumPy arrays, and what samestep has itself"
+    )
+
+
+def test_functions_of_another_framework_are_found_by_their_module():
+    def adam(rate):
+        raise AssertionError("it was called")
+
+    adam.__module__ = "optax._src.alias"
+    for given in (adam, partial(adam, b1=0.5)):
+        with pytest.raises(
+            WrongType, match=r"^optimizer is of jax \(optax\._src\.alias\..*adam\) and the model of torch "
+        ):
+            trainer(optimizer=given).fit(net(), numbers())
+    own = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    run = trainer(optimizer=own, loss=nn.CrossEntropyLoss()).fit(net(), numbers())
+    assert len(run.history) == run.recipe["max_epochs"]  # the framework's own will do
+
+
+@pytest.mark.parametrize(("which", "name"), [(0, "train x"), (1, "train y")])
+def test_arrays_of_another_framework_are_named(which, name, monkeypatch):
+    monkeypatch.setattr("samestep.data.same_device", lambda **arrays: None)  # which would ask the other framework
+    pair = list(numbers())
+    pair[which] = array_of("jaxlib._jax")
+    for do in (trainer().fit, trainer().evaluate):
+        with pytest.raises(WrongType, match=rf"^{name} is of jax \(jaxlib\._jax\.Thing\) and the model of torch \("):
+            do(net(), tuple(pair))
+
+
+def test_a_model_of_a_framework_that_is_not_installed(monkeypatch):
+    there = backends.installed
+    monkeypatch.setattr(backends, "installed", lambda name: None if name == "paddle" else there(name))
+    monkeypatch.delitem(sys.modules, "samestep.backends.paddle", raising=False)
+    with pytest.raises(BackendMissing, match=r"^'paddle' is not installed; pip install 'samestep\[paddle\]'$"):
+        trainer().fit(of("paddle.nn.layer.layers"), numbers())
 
 
 class Mixed(nn.Module):

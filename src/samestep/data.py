@@ -218,7 +218,8 @@ class Pass:
 
     def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span]) -> None:
         self.feed, self.order, self.spans = feed, order, list(spans)
-        self._order_on = {device: feed.backend.put(order, device) for device in feed.resident}
+        index = getattr(feed.backend, "index", feed.backend.put)  # JAX would compile every slice of an array of its own
+        self._order_on = {device: index(order, device) for device in feed.resident}
         self._ahead: dict[Span, Future[tuple[Numbers, Numbers]]] = {}
         self._next = 0
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Devices: naming them, counting them, and how "auto", 4 or "cuda:1" become the devices of a run.
 
 A device is named the same way in every framework: `cpu` (all cores of the machine) or `cuda:i` (one GPU; `gpu:i` and
-`cuda` for `cuda:0` are understood as well).
+`cuda` for `cuda:0` are understood as well). Some frameworks can show one CPU as several devices: `cpu`, `cpu:1`, `cpu:2`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """One device: `cpu`, or the GPU of a number.
+    """One device: the CPU, or the GPU, of a number. The first CPU is `cpu`, as in most frameworks it is the only one.
 
     >>> Device.of("cuda") == Device.of("gpu:0") == gpu()
     True
-    >>> str(gpu(1)), str(cpu())
-    ('cuda:1', 'cpu')
+    >>> str(gpu(1)), str(cpu()), str(cpu(2))
+    ('cuda:1', 'cpu', 'cpu:2')
     """
 
     kind: str
@@ -42,24 +42,23 @@ class Device:
         if isinstance(name, str) or type(name).__name__ == "device":  # torch.device prints as its name
             match = re.fullmatch(r"(cpu|cuda|gpu)(?::(\d+))?", str(name))
             if match:
-                kind = "cpu" if match[1] == "cpu" else "cuda"
-                return Device(kind, int(match[2] or 0) if kind == "cuda" else 0)
+                return Device("cpu" if match[1] == "cpu" else "cuda", int(match[2] or 0))
             raise Invalid(f"unknown device {str(name)!r}: use 'cpu', 'cuda' or 'cuda:i'")
         raise WrongType(f"a device is a name such as 'cpu' or 'cuda:1', got {name!r}")
 
     def __str__(self) -> str:
-        return "cpu" if self.kind == "cpu" else f"{self.kind}:{self.index}"
+        return "cpu" if self == Device("cpu") else f"{self.kind}:{self.index}"
 
     __repr__ = __str__
 
 
-def cpu() -> Device:
-    """The CPU: all cores of this machine.
+def cpu(i: int = 0) -> Device:
+    """The CPU: all cores of this machine; or number i of the devices that a framework was told to make of it.
 
-    >>> cpu()
-    cpu
+    >>> cpu(), cpu(1)
+    (cpu, cpu:1)
     """
-    return Device("cpu")
+    return Device("cpu", _number("cpu", i))
 
 
 def gpu(i: int = 0) -> Device:
@@ -68,11 +67,15 @@ def gpu(i: int = 0) -> Device:
     >>> gpu(1)
     cuda:1
     """
+    return Device("cuda", _number("gpu", i))
+
+
+def _number(kind: str, i: int) -> int:
     if isinstance(i, bool) or not isinstance(i, int):
-        raise WrongType(f"gpu: i must be a whole number, got i={i!r}")
+        raise WrongType(f"{kind}: i must be a whole number, got i={i!r}")
     if i < 0:
-        raise Invalid(f"gpu: i must be at least 0, got i={i}")
-    return Device("cuda", i)
+        raise Invalid(f"{kind}: i must be at least 0, got i={i}")
+    return i
 
 
 def host_memory() -> tuple[int, int]:
@@ -164,7 +167,7 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
     if isinstance(asked, int):
         if asked < 1:
             raise Invalid(f"devices must be at least 1, got {asked}")
-        pool = gpus or [cpu()]
+        pool = gpus or [device for device in there if device.kind == "cpu"]
         chosen = [pool[i % len(pool)] for i in range(asked)]
     elif isinstance(asked, str) and "," in asked:
         chosen = [Device.of(name.strip()) for name in asked.split(",")]

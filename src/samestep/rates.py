@@ -41,6 +41,11 @@ def check_schedule(schedule: Any) -> Any:
     return constant(rate("schedule", schedule))
 
 
+def is_scheduler(schedule: Any) -> bool:
+    """Whether a framework's scheduler counts by itself. Paddle's and MXNet's can be called, too, but mean another t."""
+    return callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")
+
+
 class Rates:
     """The rates of one fit, epoch by epoch, rounded once to the type of the weights."""
 
@@ -65,7 +70,7 @@ class Rates:
                 raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
-        elif callable(schedule) and not callable(getattr(schedule, "step", None)):  # Paddle's schedulers are both
+        elif callable(schedule) and not is_scheduler(schedule):
             self._rate = schedule
         else:
             self._rate = table(backend.rates(schedule, steps_per_epoch * max_epochs))

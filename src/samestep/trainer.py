@@ -14,7 +14,7 @@ from samestep.averaging import Average
 from samestep.backends import Backend
 from samestep.checkpoint import parse
 from samestep.checks import whole
-from samestep.data import Data
+from samestep.data import Arrays, Data
 from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.fit import Fit, evaluate, feed_of, probe
@@ -98,6 +98,7 @@ class Trainer:
         theirs = (callable(self.optimizer) and not uncalled) or hasattr(self.optimizer, "step")
         theirs = theirs or (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update"))  # optax
         theirs = theirs or hasattr(self.optimizer, "apply_gradients")  # Keras
+        theirs = theirs or hasattr(self.optimizer, "create_state")  # MXNet
         if not hasattr(self.optimizer, "slots") and not theirs:
             raise WrongType(
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
@@ -128,6 +129,8 @@ class Trainer:
     def fit(self, model: Any, data: Any) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was."""
         backend, data = backends.of_model(model), as_data(data)
+        given = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss}
+        backends.check_mixed(backend, model, **given, **arrays_of(data))
         with self._session(backend) as (devices, world):
             return Fit(self, backend, model, data, devices, world).run()
 
@@ -147,6 +150,7 @@ class Trainer:
     def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
         backend, data = backends.of_model(model), as_data(data)
+        backends.check_mixed(backend, model, loss=self.loss, **arrays_of(data))
         with self._session(backend) as (devices, world):
             examples = data.test or data.train
             shape = probe(backend, self, model, examples)
@@ -179,3 +183,9 @@ class Trainer:
 
 def as_data(data: Any) -> Data:
     return data if isinstance(data, Data) else Data(train=data)
+
+
+def arrays_of(data: Data) -> dict[str, Any]:
+    """The arrays of the examples, by what they are called in messages. What a source reads becomes NumPy's anyway."""
+    given = [examples for examples in (data.train, data.test) if isinstance(examples, Arrays)]
+    return {f"{examples.name}_{which}": getattr(examples, which) for examples in given for which in ("x", "y")}

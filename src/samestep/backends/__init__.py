@@ -14,6 +14,7 @@ the other slots zero: after the tree every replica knows every shard's loss, exa
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -38,7 +39,15 @@ Deliver = Callable[[int, Vector], None]  # takes the number of a band and the ba
 
 # Framework → the package to ask for its version, in the order in which a default is looked for.
 FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
-ALSO = {"flax": "jax", "jaxlib": "jax", "keras": "tensorflow"}  # packages whose models and arrays are a framework's
+# Packages whose models, arrays, optimizers and schedules are a framework's.
+ALSO = {"flax": "jax", "jaxlib": "jax", "optax": "jax", "keras": "tensorflow"}
+MODELS = {
+    "torch": "a torch.nn.Module",
+    "jax": "a flax module, or a samestep.models.jax.Pair of a function and its parameters",
+    "tensorflow": "a keras.Model or a tf.Module",
+    "paddle": "a paddle.nn.Layer",
+    "mxnet": "a gluon.Block",
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,11 @@ class Shape:
 
 
 class Replica(Protocol):
-    """One whole copy of the model on one device."""
+    """One whole copy of the model on one device.
+
+    One that is `looped` is asked for all its shards at once, where their examples are on the device: gradients(pass_, spans,
+    keys, shards) gives the parts of these shards (JAX on GPUs).
+    """
 
     device: Device
     parameters: Vector  # the trainable weights; writing to it is what `assign` is for
@@ -119,7 +132,11 @@ class Updater(Protocol):
 
 
 class Backend(Protocol):
-    """One framework."""
+    """One framework.
+
+    It may offer more. compiled(function): a function of a constant, vectors and Python's numbers, compiled; numbers must reach
+    the vectors as they would without. index(order, device): what slices of the order of examples are taken from, for `take`.
+    """
 
     name: str
 
@@ -193,13 +210,22 @@ def installed(name: str) -> str | None:
         module = sys.modules.get(name)
         if module is None and importlib.util.find_spec(name) is None:
             return None
-        return str(getattr(module, "__version__", "?"))
+        others = [] if module else metadata.packages_distributions().get(name, [])  # such as tensorflow-cpu
+        return metadata.version(others[0]) if others else str(getattr(module, "__version__", "?"))
+
+
+def check(name: str) -> None:
+    """Refuse a framework that samestep does not know, or that is not installed, without importing it."""
+    if name not in available():
+        raise WrongType(f"no backend {name!r}: samestep has {', '.join(available())}")
+    if not installed(name):
+        raise BackendMissing(f"{name!r} is not installed; pip install 'samestep[{name}]'")
 
 
 def load(name: str) -> Backend:
     """The backend of a name."""
-    if name not in available():
-        raise WrongType(f"no backend {name!r}: samestep has {', '.join(available())}")
+    if f"{__name__}.{name}" not in sys.modules:
+        check(name)
     try:
         module = importlib.import_module(f"samestep.backends.{name}")
     except ModuleNotFoundError as error:
@@ -219,19 +245,44 @@ def default() -> Backend:
     return load(names[0])
 
 
+def frameworks_of(thing: Any) -> set[str]:
+    """The frameworks that an object is of, found from the classes it is made of; for a function, from its module."""
+    if isinstance(thing, functools.partial):
+        return frameworks_of(thing.func)
+    kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+    found = set()
+    for module in [*(kind.__module__ for kind in kinds), getattr(thing, "__module__", None)]:
+        root, *rest = str(module).split(".")
+        found |= set(rest) if root == "samestep" else {ALSO.get(root, root)}  # samestep.models.jax is JAX's
+    return found & FRAMEWORKS.keys()
+
+
+def check_mixed(backend: Backend, model: object, **others: Any) -> None:
+    """Refuse objects of another framework than the model's, by their names."""
+    for name, thing in others.items():
+        found = frameworks_of(thing)
+        if found and backend.name not in found:
+            theirs, ours = f"{' and '.join(sorted(found))} ({_kind(thing)})", f"{backend.name} ({_kind(model)})"
+            raise WrongType(
+                f"{name.replace('_', ' ')} is of {theirs} and the model of {ours}: a fit takes objects of one framework, "
+                "NumPy arrays, and what samestep has itself"
+            )
+
+
+def _kind(thing: Any) -> str:
+    thing = thing.func if isinstance(thing, functools.partial) else thing
+    thing = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
 def of_model(model: object) -> Backend:
     """The backend of a model, found from the classes it is made of."""
-    words = {word for base in type(model).__mro__ for word in base.__module__.split(".")}  # samestep.models.jax, too
-    modules = words | {ALSO[word] for word in words if word in ALSO}
+    found = frameworks_of(model)
     for name in available():
-        if name in modules and load(name).owns(model):
+        if name in found and load(name).owns(model):
             return load(name)
-    raise WrongType(
-        f"model must be a model of {' or '.join(available())} (for torch: a torch.nn.Module; "
-        "for tensorflow: a keras.Model or a tf.Module; for paddle: a paddle.nn.Layer; for jax: a flax module, or a "
-        "samestep.models.jax.Pair of a function and its parameters), "
-        f"got {type(model).__module__}.{type(model).__qualname__}"
-    )
+    known = ", ".join(f"{name} ({MODELS[name]})" for name in available())
+    raise WrongType(f"model must be a model of {known}; got {_kind(type(model))}")
 
 
 def of_array(array: object) -> Backend:

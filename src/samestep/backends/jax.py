@@ -1,16 +1,16 @@
-"""JAX: devices, arrays, and where a run computes. The replica is in jax_replica.py.
+"""JAX: devices, arrays, and where a run computes. The replica is in jax_replica.py, optax in jax_optimizer.py.
 
 XLA cuts the work of one operation over a pool of threads as large as the machine has cores, and adds up what they give: on
 another number of cores a sum, a product of matrices or a convolution's gradient has other bits. The pool's size cannot be
-set for one computation, only for a client, when it is made. So a run on the CPU computes on a client of its own, with one
-thread, in the thread that calls it: shards side by side, each in one thread. `threads_per_shard` above 1 is therefore
-taken as 1 as far as arithmetic goes; it only means fewer shards side by side.
+set for one computation, only for a client, when it is made. So a run on the CPU computes on a client of its own, with a pool
+of `threads_per_shard`. Shards side by side share that pool, and each has the thread that calls it besides; how the work of
+an operation is cut depends on the size of the pool alone.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,39 +21,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
 from jaxlib import xla_client
 
-from samestep.backends import Shape, Tensors
+from samestep.backends import Shape
 from samestep.backends.crew import Crew
-from samestep.backends.jax_replica import ById, JaxReplica, Layout, LinenForm, form_of, sum_of_losses
+from samestep.backends.jax_forms import LinenForm, form_of
+from samestep.backends.jax_optimizer import OptaxUpdater
+from samestep.backends.jax_program import sum_of_losses
+from samestep.backends.jax_replica import JaxReplica
 from samestep.backends.probing import check_examples, check_output, check_weights
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
+from samestep.meeting import Meeting
 from samestep.models.jax import Pair
-from samestep.processes import Alone, Place, World
+from samestep.processes import Place, World
+from samestep.sockets import join
 
+MEETING = "samestep/meeting"  # in the store of jax.distributed: where the processes of a run meet
 THREADS = "PJRT_NPROC"  # what XLA reads for the size of its pool when a client is made
 
 
+CLIENTS: dict[Any, int] = {}  # JAX's device of each client made here → the number of the CPU device that it stands for
+
+
 @functools.cache
-def one_thread() -> Any:
-    """The CPU as a device of a client that computes with one thread, in the thread that calls it."""
-    jax.devices("cpu")  # the user's client first, with the threads it would have had
+def computing(threads: int, asynchronous: bool, index: int) -> Any:
+    """A CPU device of the user's once more, as that of a client that has a pool of `threads`.
+
+    If not asynchronous, it computes in the thread that calls it: so shards run side by side. One client for each device, as
+    the pool of a client with many devices has at least as many threads.
+    """
+    cpus()  # the user's client first, with the threads it would have had
     before = os.environ.get(THREADS)
-    os.environ[THREADS] = "1"
+    os.environ[THREADS] = str(threads)
     try:
-        return xla_client.make_cpu_client(asynchronous=False).local_devices()[0]
+        place = xla_client.make_cpu_client(asynchronous=asynchronous).local_devices()[0]
     finally:
         if before is None:
             del os.environ[THREADS]
         else:
             os.environ[THREADS] = before
+    CLIENTS[place] = index
+    return place
+
+
+def cpus() -> list[Any]:
+    """Several if jax_num_cpu_devices says so. Like those of the GPUs, not those of other processes (jax.distributed)."""
+    return jax.local_devices(backend="cpu")
 
 
 @functools.cache
 def gpus() -> list[Any]:
     try:
-        return jax.devices("gpu")
+        return jax.local_devices(backend="gpu")
     except RuntimeError:  # this JAX has none
         return []
 
@@ -64,13 +85,13 @@ class JaxBackend:
 
     def __init__(self) -> None:
         self._crew = Crew()
-        self._running = False
+        self._run: tuple[int, bool] | None = None  # while one lasts: what `computing` is to make for the CPU
         self._made: dict[int, tuple[Any, Any]] = {}  # id of a model → the model, and the variables made for it
 
     # Devices
 
     def devices(self) -> list[Device]:
-        return [cpu(), *(gpu(i) for i in range(len(gpus())))]
+        return [*map(cpu, range(len(cpus()))), *map(gpu, range(len(gpus())))]
 
     def memory(self, device: Device) -> tuple[int, int]:
         if device.kind == "cuda":
@@ -84,12 +105,12 @@ class JaxBackend:
             raise Invalid(
                 f"device {device} is not there: jax sees {', '.join(map(str, self.devices()))} on this machine"
             )
-        return jax.devices("cpu")[0] if device.kind == "cpu" else gpus()[device.index]
+        return (cpus() if device.kind == "cpu" else gpus())[device.index]
 
     def _place(self, device: Device) -> Any:
-        """Where arrays of a device are put: while a run lasts, the CPU is the one that computes with one thread."""
+        """Where arrays of a device are put: while a run lasts, those of a CPU on the client that computes."""
         home = self._home(device)
-        return one_thread() if self._running and device.kind == "cpu" else home
+        return computing(*self._run, device.index) if self._run and device.kind == "cpu" else home
 
     # Arrays
 
@@ -103,7 +124,9 @@ class JaxBackend:
         if len(places) > 1:
             raise Invalid(f"expected an array on one device, got one spread over {len(places)}")
         (place,) = places
-        return cpu() if place.platform == "cpu" else gpu(gpus().index(place))
+        if place.platform != "cpu":
+            return gpu(gpus().index(place))
+        return cpu(CLIENTS[place] if place in CLIENTS else cpus().index(place))
 
     def put(self, array: Any, device: Device) -> Any:
         place = self._place(device)
@@ -129,6 +152,10 @@ class JaxBackend:
     def take(self, array: Any, index: Any) -> Any:
         return rows(array, index)
 
+    def index(self, order: np.ndarray[Any, Any], device: Device) -> np.ndarray[Any, Any]:
+        """On the host: slices of it are cheap there, and JAX takes them along when it launches a computation."""
+        return order.astype(np.int32)
+
     def add(self, left: Any, right: Any) -> Any:
         return left + right
 
@@ -141,16 +168,21 @@ class JaxBackend:
     def clip(self, vector: Any, limit: float) -> Any:
         return clipped(vector, vector.dtype.type(limit))
 
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return with_numbers(function)
+
     # A run
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with self._crew.at_work(devices, threads):
-            self._running = True
+            # Where no two shards run side by side, Python goes on while one is computed.
+            self._run = threads, cores < 2 * threads
             try:
                 yield
             finally:
-                self._running = False
+                self._run = None
                 self._made.clear()
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -191,12 +223,32 @@ class JaxBackend:
         return OptaxUpdater(optimizer, replica)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        if place.size > 1:
-            raise Invalid("several processes are not there yet for JAX: use several devices in one process")
-        return Alone()
+        place, meeting = distributed(place)
+        return join(self.get, place, timeout, meeting)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         raise WrongType(f"schedule must be a number or a function of t, as optax's are, got {type(scheduler).__name__}")
+
+
+def distributed(place: Place) -> tuple[Place, Meeting | None]:
+    """The place of this process, and where it meets the others: by jax.distributed, if the script has initialized that."""
+    state = global_state
+    if state.client is None or state.num_processes == 1:
+        return place, None
+    host, client = state.coordinator_address.rpartition(":")[0], state.client  # the coordinator is in process 0
+
+    def look() -> tuple[str, int, str] | None:
+        try:
+            port, secret = json.loads(client.key_value_try_get(MEETING))
+        except jax.errors.JaxRuntimeError:  # it is not there yet
+            return None
+        return host, port, secret
+
+    def publish(port: int, secret: str) -> None:
+        client.key_value_set(MEETING, json.dumps([port, secret]), allow_overwrite=True)
+
+    place = Place(state.process_id, state.num_processes, place.local_rank, place.local_size)
+    return place, Meeting(host, 0, publish, look)
 
 
 def checked(array: Any) -> Any:
@@ -220,6 +272,18 @@ def clipped(vector: Any, limit: Any) -> Any:
     return vector * (limit / jnp.maximum(norm, limit))
 
 
+@functools.lru_cache(maxsize=16)
+def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a constant, vectors and Python's numbers, compiled once for each constant."""
+    program = jax.jit(function, static_argnums=0)
+
+    def call(*args: Any) -> Any:
+        with jax.enable_x64(True):  # numbers stay float64 until they meet a vector, as they would without compiling
+            return program(*args)
+
+    return call
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Turn JAX's errors that have a known remedy into samestep's, which name it."""
@@ -232,84 +296,6 @@ def explained() -> Iterator[None]:
                 "or lower the batch size"
             ) from error
         raise
-
-
-# optax
-
-
-class OptaxUpdater:
-    """An optax transformation at work on one replica, on the model's own tree. The rate comes to it in one of three ways:
-
-    optax.adam, partial(optax.sgd, momentum=0.9)        a function of the rate: it is called with schedule(t)
-    optax.inject_hyperparams(optax.adam)(0.001)         its learning_rate is set to schedule(t); schedule=None keeps it
-    optax.adam(0.001)                                   its rate is inside it: used as it is, and a schedule is an error
-    """
-
-    def __init__(self, given: Any, replica: JaxReplica) -> None:
-        self.replica = replica
-        ready = hasattr(given, "init") and hasattr(given, "update")
-        made = given if ready else given(0.1)
-        if not (hasattr(made, "init") and hasattr(made, "update")):
-            raise WrongType(
-                "optimizer must be an optax transformation, or a function that makes one from a rate, "
-                f"got {type(given).__name__}"
-            )
-        layout = replica.layouts[0]
-        way = "rate" if not ready else "fixed"
-        self.state = jax.jit(lambda vector: made.init(layout.unflatten([vector])))(replica.parameters)
-        if ready and "learning_rate" in getattr(self.state, "hyperparams", {}):
-            way = "hyperparams"
-        self.fixed = way == "fixed"
-        self._way, self._update = way, update_of(ById.wrap(given), way, layout)
-
-    def __repr__(self) -> str:
-        """What it computes, hashed: an optax transformation does not say what it was made from."""
-        one = self.replica.parameters.dtype.type(1)
-        program = jax.make_jaxpr(self._update)(self.replica.parameters, self.replica.parameters, self.state, one)
-        return f"optax({hashlib.sha256(str(program).encode()).hexdigest()[:16]})"
-
-    def rate(self) -> float | None:
-        """The rate that it came with; 1 stands for a rate that is inside it and cannot be seen."""
-        if self._way == "hyperparams":
-            return float(self.state.hyperparams["learning_rate"])
-        return 1.0 if self.fixed else None
-
-    def __call__(self, gradient: Any, lr: float, t: int, z: Any) -> None:
-        if self.fixed and lr != 1:
-            raise Invalid(
-                f"schedule asks for a rate of {lr:g}, but this optax transformation has its rate inside: pass the function "
-                "itself (optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
-            )
-        replica = self.replica
-        rate = replica.parameters.dtype.type(lr)
-        parameters, self.state = self._update(replica.parameters, gradient, self.state, rate)
-        replica.assign(parameters)
-
-    def tensors(self) -> Tensors:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
-        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-    def load(self, tensors: Tensors) -> None:
-        paths, structure = jax.tree_util.tree_flatten_with_path(self.state)
-        leaves = [tensors[jax.tree_util.keystr(path)] for path, _ in paths]
-        self.state = jax.device_put(jax.tree.unflatten(structure, leaves), self.replica.parameters.sharding)
-
-
-@functools.lru_cache(maxsize=16)
-def update_of(given: Any, way: str, layout: Layout) -> Any:
-    given = given.it if isinstance(given, ById) else given
-
-    @jax.jit
-    def update(parameters: Any, gradient: Any, state: Any, lr: Any) -> tuple[Any, Any]:
-        params, gradients = layout.unflatten([parameters]), layout.unflatten([gradient])
-        if way == "hyperparams":
-            state = state._replace(hyperparams={**state.hyperparams, "learning_rate": lr})
-        transformation = given(lr) if way == "rate" else given
-        updates, state = transformation.update(gradients, state, params)
-        moved = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-        return layout.flatten(moved)[0], state
-
-    return update
 
 
 backend = JaxBackend()

@@ -28,13 +28,15 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 
 from samestep.backends import Shape, Tensors
 from samestep.backends.crew import Crew
+from samestep.backends.paddle_bits import in_memory
 from samestep.backends.paddle_noise import GENERATOR
 from samestep.backends.paddle_replica import PaddleReplica, name_of, sum_of_losses
 from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
-from samestep.processes import Alone, Place, World
+from samestep.processes import Place, World
 from samestep.run import fingerprint
+from samestep.sockets import join
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -120,10 +122,16 @@ class PaddleBackend:
         return left.add_(right)
 
     def concat(self, vectors: Sequence[Any]) -> Any:
+        if isinstance(vectors[0], np.ndarray):  # fingerprints
+            return np.concatenate(vectors)
         return paddle.concat(list(vectors))
 
     def zeros_like(self, vector: Any) -> Any:
         return paddle.zeros_like(vector)
+
+    def in_memory(self, vector: Any) -> np.ndarray[Any, Any]:
+        """A vector on the CPU as NumPy, in its own memory."""
+        return in_memory(vector)
 
     def clip(self, vector: Any, limit: float) -> Any:
         norm = (vector * vector).sum().sqrt()
@@ -158,7 +166,8 @@ class PaddleBackend:
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         with explained():
-            return [task() for task in tasks] if self._compiled else self._crew.map(tasks)
+            here = self._compiled or len(tasks) == 1  # to change the thread takes time, and changes no bit
+            return [task() for task in tasks] if here else self._crew.map(tasks)
 
     # Models
 
@@ -215,9 +224,7 @@ class PaddleBackend:
         return found
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        if place.size > 1:
-            raise Invalid("several processes are not there yet for Paddle: use several devices in one process")
-        return Alone()
+        return join(self.get, place, timeout)
 
 
 def checked(array: Any) -> np.ndarray[Any, Any]:

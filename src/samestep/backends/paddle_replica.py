@@ -11,7 +11,6 @@ that are not trained. Whatever else a layer keeps in its buffers begins every sh
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from paddle.base.framework import EagerParamBase
 from paddle.nn.clip import merge_selected_rows
 
 from samestep.backends import Deliver, Tensors
+from samestep.backends.paddle_bits import fingerprint
 from samestep.backends.paddle_noise import Noise
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
@@ -140,7 +140,7 @@ class PaddleReplica:
         self._noise = {training: Noise(place) for training in (True, False)}
         self._digests = self._digested()  # None when they have been compared
         self.size = len(self.parameters) + sum(flat.size for flat in self.state) + 2 * shards
-        self.bands = [(0, self.size)]  # Paddle is not used by several processes yet
+        self.bands = [(0, self.size)]  # all at once
 
     # One shard
 
@@ -156,17 +156,17 @@ class PaddleReplica:
         def backward(result: tuple[Tensor, Tensor]) -> Vector:
             loss, right = result
             loss.backward()
-            gradients = [dense(p.grad, p) for p in lane.parameters]
-            vector = self.weights.join(gradients)
-            for (own, views), flat in zip(lane.state, self.state, strict=True):
-                now = [held[name] for held, name, _ in views]
-                if not all(tensor is view for tensor, (_, _, view) in zip(now, views, strict=True)):
-                    # `self.count = self.count + 1` makes a new tensor
-                    own = paddle.concat(flat.join([tensor.detach().astype(flat.vector.dtype) for tensor in now]))
-                vector.append(change(own, flat.vector).astype(dtype) * len(y))
-            for number in (loss.detach(), right):
-                vector += [*before, number.astype(dtype).reshape([1]), *after]
-            whole = paddle.concat(vector)
+            with paddle.no_grad():  # a gradient can be differentiated again: it would hold on to what is made of it
+                vector = self.weights.join([dense(p.grad, p) for p in lane.parameters])
+                for (own, views), flat in zip(lane.state, self.state, strict=True):
+                    now = [held[name] for held, name, _ in views]
+                    if not all(tensor is view for tensor, (_, _, view) in zip(now, views, strict=True)):
+                        # `self.count = self.count + 1` makes a new tensor
+                        own = paddle.concat(flat.join([tensor.detach().astype(flat.vector.dtype) for tensor in now]))
+                    vector.append(change(own, flat.vector).astype(dtype) * len(y))
+                for number in (loss.detach(), right):
+                    vector += [*before, number.astype(dtype).reshape([1]), *after]
+                whole = paddle.concat(vector)
             for p in lane.parameters:
                 p.clear_gradient(False)  # frees the memory of the gradients themselves
             return whole
@@ -191,7 +191,8 @@ class PaddleReplica:
     # The step's other half
 
     def assign(self, parameters: Vector) -> None:
-        paddle.assign(parameters, self.parameters)
+        if parameters is not self.parameters:  # an update in place
+            paddle.assign(parameters, self.parameters)
 
     def leaves(self) -> list[tuple[Tensor, Tensor]]:
         """Each trained parameter of the user, and one like it that is a view of this replica's vector."""
@@ -215,9 +216,7 @@ class PaddleReplica:
                 paddle.assign(counted.astype(flat.vector.dtype), flat.vector)
 
     def fingerprint(self) -> Vector:
-        odd = multipliers(self._place)
-        sums = [bits(flat.vector, *odd) for flat in [self.weights, *self.state]]
-        return (paddle.stack(sums) * odd[1][: len(sums)]).sum().reshape([1])
+        return fingerprint([flat.vector for flat in [self.weights, *self.state]])
 
     # By name
 
@@ -382,34 +381,3 @@ def hits(output: Any, y: Tensor) -> Tensor:
 
 def change(now: Vector, before: Vector) -> Vector:
     return now - before if now.is_floating_point() else now.astype("int64") - before.astype("int64")
-
-
-WIDTH = 1 << 16
-
-
-@functools.cache
-def multipliers(place: Any) -> tuple[Vector, Vector]:
-    """Odd numbers for the columns, and others for the rows."""
-    odd = np.random.Philox(key=0).random_raw((2, WIDTH)) | np.uint64(1)
-    of_columns, of_rows = (paddle.to_tensor(numbers.view(np.int64), place=place) for numbers in odd)
-    return of_columns, of_rows
-
-
-def bits(vector: Vector, of_columns: Vector, of_rows: Vector) -> Tensor:
-    """Σ mᵢ·bitsᵢ modulo 2⁶⁴ with odd mᵢ: integers wrap around, so the order of the additions cannot matter.
-
-    mᵢ is the product of a multiplier for the row and one for the column, with the vector laid out in rows of WIDTH.
-    """
-    width = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}[vector.element_size()]
-    numbers = vector if name_of(vector) == width else vector.view(width)
-    # a CPU is fastest row by row, in its cache; a GPU many rows at a time, with 64-bit products of up to 128 MiB
-    block = WIDTH * (256 if vector.place.is_gpu_place() else 1)
-    whole, sums = len(numbers) // WIDTH * WIDTH, []
-    for lo in range(0, whole, block):
-        rows = numbers[lo : min(lo + block, whole)].reshape([-1, WIDTH]).astype("int64")
-        sums.append((rows * of_columns).sum(1))
-    if whole < len(numbers):
-        rest = numbers[whole:].astype("int64")
-        sums.append((rest * of_columns[: len(rest)]).sum().reshape([1]))
-    total = paddle.concat(sums)
-    return (total * of_rows[paddle.arange(len(total)) % WIDTH]).sum()

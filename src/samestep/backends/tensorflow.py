@@ -29,8 +29,9 @@ from samestep.backends.tensorflow_graph import Piece, compiled, own_threads
 from samestep.backends.tensorflow_replica import Program, TensorflowReplica, form_of, sum_of_losses
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import BackendMissing, Invalid, OutOfMemory, WrongType
-from samestep.processes import Alone, Place, World
+from samestep.processes import Place, World
 from samestep.run import fingerprint
+from samestep.sockets import join
 
 if keras.backend.backend() != "tensorflow":
     raise BackendMissing(
@@ -51,7 +52,7 @@ class TensorflowBackend:
     # Devices
 
     def devices(self) -> list[Device]:
-        return [cpu(), *(gpu(i) for i in range(len(tf.config.list_physical_devices("GPU"))))]
+        return [*map(cpu, range(logical("CPU"))), *map(gpu, range(logical("GPU")))]
 
     def memory(self, device: Device) -> tuple[int, int]:
         if device.kind == "cuda":
@@ -77,7 +78,7 @@ class TensorflowBackend:
         if not isinstance(array, (tf.Tensor, tf.Variable)):
             return cpu()
         spec = tf.DeviceSpec.from_string(array.device)
-        return gpu(spec.device_index) if spec.device_type == "GPU" else cpu()
+        return (gpu if spec.device_type == "GPU" else cpu)(spec.device_index or 0)
 
     def put(self, array: Any, device: Device) -> Any:
         place, ours = self._place(device), isinstance(array, (tf.Tensor, tf.Variable, keras.Variable))
@@ -107,7 +108,7 @@ class TensorflowBackend:
         elif isinstance(array, (tf.Variable, keras.Variable)):
             array.assign(value)
         else:
-            return value
+            return self.put(value, self.device_of(array))  # arithmetic leaves its results on the first device
         return array
 
     def reshape(self, array: Any, shape: Any) -> Any:
@@ -125,6 +126,10 @@ class TensorflowBackend:
 
     def zeros_like(self, vector: Any) -> Any:
         return np.zeros_like(vector) if isinstance(vector, np.ndarray) else tf.zeros_like(vector)
+
+    def in_memory(self, vector: Any) -> np.ndarray[Any, Any]:
+        """A vector of a run on the CPU as NumPy, in its own memory."""
+        return self.get(vector)
 
     def clip(self, vector: Any, limit: float) -> Any:
         array = self.get(vector)  # NumPy's sum: TensorFlow's would depend on the number of threads
@@ -197,12 +202,20 @@ class TensorflowBackend:
         return KerasUpdater(optimizer, replica)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        if place.size > 1:
-            raise Invalid("several processes are not there yet for TensorFlow: use several devices in one process")
-        return Alone()
+        return join(self.get, place, timeout)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         raise WrongType(f"schedule must be a number or a function of t, as Keras's are, got {type(scheduler).__name__}")
+
+
+def logical(kind: str) -> int:
+    """How many devices of a kind there are; one may have been cut into several (tf.config.set_logical_device_configuration).
+
+    tf.config.list_logical_devices would start TensorFlow, after which nothing can be configured.
+    """
+    return sum(
+        len(tf.config.get_logical_device_configuration(one) or [one]) for one in tf.config.list_physical_devices(kind)
+    )
 
 
 def pool() -> int:

@@ -7,7 +7,6 @@ a form a *program* is compiled (tensorflow_graph.py). All replicas share it; a r
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 import threading
@@ -18,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from samestep.backends import Deliver, Tensors
+from samestep.backends import Deliver, Tensors, bits
 from samestep.backends.tensorflow_graph import Compiled, Piece, compiled
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
@@ -335,7 +334,8 @@ class TensorflowReplica:
         return self.program(False, [self.parameters, *self.state], x, y, key, 0)
 
     def assign(self, parameters: Vector) -> None:
-        self.parameters[:] = parameters
+        if parameters is not self.parameters:  # an update in place
+            self.parameters[:] = parameters
 
     def advance(self, total: Vector, examples: int) -> None:
         start = len(self.parameters)
@@ -346,8 +346,7 @@ class TensorflowReplica:
             vector += (mean if is_real(vector) else np.round(mean)).astype(vector.dtype)
 
     def fingerprint(self) -> Vector:
-        vectors = [self.parameters, *self.state]
-        return np.stack([bits(vector) for vector in vectors], 1) @ multipliers()[: len(vectors)]
+        return bits.fingerprint([self.parameters, *self.state])
 
     def vectors(self) -> list[Vector]:
         return [self.parameters, *filter(is_real, self.state)]
@@ -386,23 +385,3 @@ class TensorflowReplica:
 
 def is_real(vector: Vector) -> bool:
     return vector.dtype.kind == "f"
-
-
-WIDTH = 1 << 16
-
-
-@functools.cache
-def multipliers() -> Vector:
-    return np.random.Philox(key=0).random_raw(WIDTH) | np.uint64(1)
-
-
-def bits(vector: Vector) -> Vector:
-    """Σ mᵢ·bitsᵢ modulo 2⁶⁴ with odd mᵢ: integers wrap around, so the order of the additions cannot matter.
-
-    mᵢ is the product of a multiplier for the row and one for the column, with the vector laid out in rows of WIDTH.
-    """
-    numbers, odd, total = vector.view(f"u{vector.itemsize}"), multipliers(), np.zeros(1, np.uint64)
-    for row, start in enumerate(range(0, len(numbers), WIDTH)):
-        part = numbers[start : start + WIDTH].astype(np.uint64)
-        total += (part @ odd[: len(part)]) * odd[row % (WIDTH - 1) + 1 : row % (WIDTH - 1) + 2]
-    return total

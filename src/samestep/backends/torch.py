@@ -192,7 +192,7 @@ class TorchBackend:
         return join(place, timeout, devices)
 
     def _must_exist(self, device: Device) -> None:
-        if device.kind == "cuda" and device.index >= torch.cuda.device_count():
+        if device.index >= (torch.cuda.device_count() if device.kind == "cuda" else 1):
             raise Invalid(
                 f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine"
             )

@@ -25,13 +25,20 @@ registered: Callable[[type], type] = keras.saving.register_keras_serializable(pa
 
 
 class Named(keras.Model):
-    """A model whose weights have the names and shapes of a dictionary of NumPy arrays, and are zero until they are loaded."""
+    """A model whose weights have the names and shapes of a dictionary of NumPy arrays, and are zero until they are loaded.
 
-    def __init__(self, weights: models.Weights, **options: Any) -> None:
+    `arguments` are those that it was made from, for Keras to make another one.
+    """
+
+    def __init__(self, weights: models.Weights, arguments: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self._arguments = arguments or {}
         self.w = {name: self.add_weight(shape=array.shape, initializer="zeros", name=name)
                   for name, array in weights.items()}  # fmt: skip
         self.built = True
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), **self._arguments}
 
     def load(self, weights: models.Weights) -> Named:
         for name, array in weights.items():
@@ -93,7 +100,7 @@ class MLP(Named):
     """Dense layers with ReLU and dropout between them."""
 
     def __init__(self, sizes: tuple[int, ...], dropout: float, **options: Any) -> None:
-        super().__init__(models.mlp(tuple(sizes)), **options)
+        super().__init__(models.mlp(tuple(sizes)), {"sizes": list(sizes), "dropout": dropout}, **options)
         self.depth, self.dropout = len(sizes) - 1, dropout
         self.noise = keras.random.SeedGenerator(0)
 
@@ -112,7 +119,7 @@ class ResNet18(Named):
 
     def __init__(self, channels: int, classes: int, width: int, **options: Any) -> None:
         weights = models.resnet18(channels, classes, width)
-        super().__init__(weights, **options)
+        super().__init__(weights, {"channels": channels, "classes": classes, "width": width}, **options)
         for name, array in weights.items():
             layer = name.removesuffix(".weight")
             if array.ndim == 1 and layer != name:  # of the weights, only those of norms are vectors

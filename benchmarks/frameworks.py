@@ -1,0 +1,99 @@
+"""Time per step of a framework's own plain loop against samestep on it, in one run.
+
+    python benchmarks/frameworks.py --backend jax [--rounds 5] [--steps 40]
+
+LeNet and an MLP (784, 256, 10), batch 256, SGD, data on the device. The plain loops are in plain/, one file a framework.
+samestep runs with 1 shard, which has all cores for itself, and with 8. Rounds alternate; the median over rounds is kept, with
+the least and the most. samestep's figure is that of a whole epoch of a fit, with metrics, fingerprints and the order of
+examples in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import samestep as ss
+from samestep import backends
+
+BATCH, RATE = 256, 0.1
+MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "mlp": {"dropout": 0.0}}
+
+
+def plain(go: Callable[[int], None], steps: int) -> float:
+    began = time.perf_counter()
+    go(steps)
+    return (time.perf_counter() - began) / steps
+
+
+def ours(model: Any, data: ss.Data, shards: int, threads: int) -> float:
+    """Seconds per step over the second epoch of a fit."""
+    trainer = ss.Trainer(
+        max_epochs=2, batch_size=BATCH, shards=shards, threads_per_shard=threads, schedule=RATE, progress=False
+    )
+    row = trainer.fit(model, data).history[-1]
+    return row["seconds"] / (row["step"] / 2)
+
+
+def measure(backend: str, name: str, rounds: int, steps: int) -> list[dict[str, Any]]:
+    random = np.random.default_rng(0)
+    n = BATCH * steps
+    x, y = random.random((n, 1, 28, 28), dtype=np.float32), random.integers(0, 10, n)
+    model = getattr(importlib.import_module(f"samestep.models.{backend}"), name)(**MODELS[name])
+    go = importlib.import_module(f"plain.{backend}").loop(model, x, y, BATCH, RATE)
+    go(steps)  # compiles
+    data, cores = ss.Data(train=(x, y)), len(os.sched_getaffinity(0))
+    peers = {
+        f"plain {backend} loop": lambda: plain(go, steps),
+        "samestep, 1 shard": lambda: ours(model, data, 1, cores),
+        "samestep, 8 shards": lambda: ours(model, data, 8, 1),
+    }
+    times: dict[str, list[float]] = {peer: [] for peer in peers}
+    for _ in range(rounds):
+        for peer, run in peers.items():
+            times[peer].append(run() * 1e3)
+    base = statistics.median(times[f"plain {backend} loop"])
+    return [
+        {
+            "model": name,
+            "name": peer,
+            "ms": statistics.median(t),
+            "least": min(t),
+            "most": max(t),
+            "ratio": statistics.median(t) / base,
+        }
+        for peer, t in times.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="jax")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    rows = [row for name in MODELS for row in measure(options.backend, name, options.rounds, options.steps)]
+    from machine import keep, machine, table  # imports PyTorch: only when everything has been measured
+
+    what = f"batch {BATCH}, {options.rounds} rounds of {options.steps} steps"
+    print(f"{machine()['name']}, {options.backend} {backends.installed(options.backend)}, {what}")
+    cells = [
+        [r["model"], r["name"], f"{r['ms']:.2f}", f"{r['least']:.2f} - {r['most']:.2f}", f"{r['ratio']:.2f}"]
+        for r in rows
+    ]
+    print(table(["model", "", "ms/step", "least - most", "ratio"], cells))
+    version = backends.installed(options.backend)
+    keep(
+        f"frameworks-{options.backend}", rows, version=version, rounds=options.rounds, steps=options.steps, batch=BATCH
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Gluon blocks: the names of their parameters, and copies of a block around other parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mxnet import nd
+from mxnet.context import Context
+from mxnet.gluon import Block
+from mxnet.gluon.parameter import Parameter
+
+from samestep.errors import Invalid, WrongType
+
+Array = Any
+
+
+def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
+    """A block and all blocks in it, by path."""
+    yield path, block
+    for name, child in block._children.items():
+        yield from blocks_of(child, f"{path}{name}.")
+
+
+def parameters_of(model: Block) -> dict[str, Parameter]:
+    """All parameters by the names of their attributes, as save_parameters names them.
+
+    Those that are nobody's attribute have the names that MXNet gives them, without the model's own.
+    """
+    found = model._collect_params_with_prefix()
+    known = {id(p) for p in found.values()}
+    for name, p in model.collect_params().items():
+        if id(p) not in known:
+            found[name.removeprefix(model.prefix)] = p
+    return found
+
+
+def arrays_in(block: Block) -> dict[str, Array]:
+    """The arrays that a block holds as plain attributes."""
+    return {key: value for key, value in vars(block).items() if isinstance(value, nd.NDArray)}
+
+
+def check_parameters(parameters: dict[str, Parameter]) -> None:
+    for name, p in parameters.items():
+        if p._data is None:
+            raise Invalid(
+                f"the parameter {name!r} has no value: call model.initialize(), and let every parameter take part in the "
+                "forward pass or give its whole shape"
+            )
+        if p._stype != "default":
+            raise WrongType(f"the parameter {name!r} is of the storage type {p._stype}: only dense ones can be trained")
+
+
+def model_context(model: Block) -> Context:
+    return next(iter(parameters_of(model).values())).list_ctx()[0]
+
+
+def bare(p: Parameter) -> Parameter:
+    """A parameter like p without a value."""
+    new = copy.copy(p)
+    new._data = new._grad = new._ctx_list = new._ctx_map = new._trainer = new._var = None
+    new._deferred_init = ()
+    if p.grad_req == "add":
+        new._grad_req = "write"  # a shard's gradient stands alone
+    return new
+
+
+def copied(model: Block, parameter: Callable[[Parameter], Parameter], context: Context) -> Block:
+    """The model, copied around other parameters, with its own arrays on a context; what was compiled is left out."""
+    memo: dict[int, Any] = {id(p): parameter(p) for p in parameters_of(model).values()}
+    memo |= {id(a): a.copyto(context) for _, block in blocks_of(model) for a in arrays_in(block).values()}
+    memo |= {id(block._cached_op): None for _, block in blocks_of(model) if hasattr(block, "_cached_op")}
+    return copy.deepcopy(model, memo)

@@ -6,11 +6,14 @@ Bad input is one line on standard error and exit status 2.
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import runpy
+import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from samestep import __version__
+from samestep import __version__, backends
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
@@ -46,6 +49,7 @@ def train(
         Path | None, typer.Argument(help="Your own script, with a Trainer in it; its arguments follow --.")
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}  [lenet]")] = None,
+    backend: Annotated[str | None, typer.Option(help=f"Framework: {', '.join(backends.FRAMEWORKS)}  [torch]")] = None,
     devices: Annotated[str | None, typer.Option(help="auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
     shards: Annotated[int | None, typer.Option(help="Pieces a batch is cut into  [8]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples per update  [256]")] = None,
@@ -88,7 +92,7 @@ def train(
         raise typer.Exit(launch([sys.executable, "-m", "samestep", *sys.argv[1:]], processes))
     given = {name: value for name, value in settings.items() if value is not None}
     if script is not None:
-        for option, value in (("--model", model), ("--momentum", momentum)):
+        for option, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
             if value is not None:
                 raise Invalid(f"{option} goes with the built-in job; {script} has a model and an optimizer of its own")
         return _run_script(script, context.args, given)
@@ -97,11 +101,10 @@ def train(
     name = model or "lenet"
     if name not in NAMES:
         raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
-    _built_in(name, sgd(momentum=momentum or 0.0), {"progress": True} | given)
+    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), {"progress": True} | given)
 
 
-def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
-    from samestep.backends import load
+def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) -> None:
     from samestep.devices import resolve
     from samestep.fashion import fashion_mnist
     from samestep.trainer import Trainer
@@ -111,9 +114,12 @@ def _built_in(name: str, optimizer: Any, given: dict[str, Any]) -> None:
     trainer = Trainer(
         optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
     )
-    resolve(trainer.devices, trainer.shards, load("torch"))  # before the data is fetched
-    from samestep.models import torch as models
-
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
+        backend = backends.load(framework)
+    resolve(trainer.devices, trainer.shards, backend)  # before the data is fetched
+    models = importlib.import_module(f"samestep.models.{framework}")
     run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
     if run.rank:
         return  # the first process speaks for all
@@ -144,6 +150,7 @@ def verify(
     script: Annotated[
         Path | None, typer.Argument(help="Your own script, with one fit in it; its arguments follow --.")
     ] = None,
+    backend: Annotated[str | None, typer.Option(help="Framework of the built-in job  [torch]")] = None,
     devices: Annotated[str, typer.Option(help="Numbers of devices")] = "1,2,3,8",
     processes: Annotated[str, typer.Option(help="Numbers of processes")] = "1,2,3",
     every: Annotated[
@@ -168,7 +175,11 @@ def verify(
 
     if script is None and context.args:
         raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
-    job = module.Job(script, context.args, epochs if script or epochs is not None else 1)
+    if script is not None and backend is not None:
+        raise Invalid(f"--backend goes with the built-in job; {script} has a model of its own")
+    if backend is not None:
+        backends.check(backend)
+    job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
     counts = module.counts("--devices", devices), module.counts("--processes", processes)
     with ExitStack() as stack:
         tell: Any = lambda report: None  # noqa: E731
@@ -216,9 +227,7 @@ def export(
 
 @app.command()
 def devices() -> None:
-    """Every device with its memory, and which frameworks are installed."""
-    from samestep import backends
-
+    """Every device with its memory; and which frameworks are installed, with the devices that each can use."""
     table = Table("device", "memory", "used", box=None, pad_edge=False)
     try:
         backend = backends.default()
@@ -228,12 +237,25 @@ def devices() -> None:
         out.print(table, "")
     except SamestepError as error:
         out.print(f"{error}\n", markup=False)  # it names an extra in brackets
-    table = Table("framework", "version", "backend", box=None, pad_edge=False)
-    for name in backends.FRAMEWORKS:
-        table.add_row(
-            name, backends.installed(name) or "not installed", "yes" if name in backends.available() else "not yet"
-        )
-    out.print(table)
+    versions = {name: backends.installed(name) for name in backends.FRAMEWORKS}
+    asked = {name: _ask(name) for name in backends.available() if versions[name]}  # at once: some take seconds to start
+    out.print(f"{'framework':<11} {'version':<15} devices")
+    for name, version in versions.items():  # not a table, which would fold what cannot be loaded
+        seen = _answer(asked[name]) if name in asked else "no backend yet" if version else ""
+        out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
+
+
+def _ask(framework: str) -> subprocess.Popen[str]:
+    """Have a framework tell its devices, in a process of its own: some cannot be loaded together."""
+    code = f"from samestep.backends import load; print(*load({framework!r}).devices(), sep=', ')"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _answer(asked: subprocess.Popen[str]) -> str:
+    said, complaint = asked.communicate()
+    lines = (complaint if asked.returncode else said).strip().splitlines()  # a framework may print lines of its own
+    last = lines[-1] if lines else f"status {asked.returncode}"
+    return f"cannot be loaded: {last}" if asked.returncode else last
 
 
 @app.command()

@@ -65,17 +65,17 @@ class Job:
     script: Path | None = None
     arguments: Sequence[str] = ()
     epochs: int | None = None
+    backend: str | None = None  # the framework of the built-in job
 
     def __str__(self) -> str:
-        return str(self.script or "the built-in job")
+        return str(self.script or "the built-in job" + (f" with {self.backend}" if self.backend else ""))
 
     def command(self, way: Way, folder: Path, every: int | None = None) -> list[str]:
         options = {"devices": way.devices, "run-dir": folder, "resume": "auto", "epochs": self.epochs,
-                   "checkpoint-every": every}  # fmt: skip
+                   "checkpoint-every": every, "backend": self.backend}  # fmt: skip
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        script = [str(self.script)] if self.script else []
-        rest = ["--", *self.arguments] if self.arguments else []
-        return [sys.executable, "-m", "samestep", "train", "--quiet", *given, *script, *rest]
+        rest = [*([str(self.script)] if self.script else []), *(["--", *self.arguments] if self.arguments else [])]
+        return [sys.executable, "-m", "samestep", "train", "--quiet", *given, *rest]
 
 
 class Start:

@@ -2,16 +2,22 @@
 
 The starting weights are NumPy arrays, by name, in one layout: convolutions as (out, in, height, width), dense layers as
 (out, in). They depend on the seed alone, so a model starts from the same numbers in every framework. The models themselves
-are in one file per framework (`samestep.models.torch`).
+are in one file per framework (`samestep.models.torch`). They keep these names and layouts, so what one framework has trained
+another can `load`.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from samestep.errors import Invalid, WrongType
 
 Weights = dict[str, NDArray[np.float32]]
 NAMES = ("lenet", "lenet_modern", "mlp", "resnet18")
@@ -99,3 +105,57 @@ def resnet18(channels: int = 1, classes: int = 10, width: int = 64, seed: int = 
             inner = out
     draw.layer("dense", (classes, inner), "glorot")
     return draw.weights
+
+
+def load(model: Any, weights: Mapping[str, NDArray[Any]] | str | os.PathLike[str]) -> Any:
+    """A copy of a model, of any framework, with other weights: a dictionary by name, or a safetensors file.
+
+    Names and shapes must be the model's own, buffers included; numbers are converted to its types. The models of this package
+    have one set of names and shapes in all frameworks:
+
+        samestep export runs/of-torch weights.safetensors
+        samestep.models.load(samestep.models.jax.lenet(), "weights.safetensors")
+    """
+    from samestep import backends
+    from samestep.devices import cpu
+
+    replica = backends.of_model(model).replica(model, None, cpu(), 1)
+    own, given = replica.tensors(), _read(weights)
+    for words, names in (
+        ("has no", own.keys() - given.keys()),
+        ("has, and the model has not,", given.keys() - own.keys()),
+    ):
+        if names:
+            raise Invalid(f"load: {_of(weights)} {words} {', '.join(sorted(names)[:5])}{' ...' * (len(names) > 5)}")
+    taken = {}
+    for name, tensor in own.items():
+        array = np.asarray(given[name])
+        if (
+            array.shape != tensor.shape and not array.size == tensor.size == 1
+        ):  # MXNet has no arrays without a dimension
+            raise Invalid(
+                f"load: {name} of {_of(weights)} has shape {array.shape}, and that of the model {tensor.shape}"
+            )
+        taken[name] = array.reshape(tensor.shape).astype(tensor.dtype)
+    replica.load(taken)
+    return replica.model()
+
+
+def _of(weights: object) -> str:
+    return str(weights) if isinstance(weights, (str, os.PathLike)) else "the dictionary"
+
+
+def _read(weights: Any) -> Mapping[str, NDArray[Any]]:
+    if isinstance(weights, Mapping):
+        return weights
+    if not isinstance(weights, (str, os.PathLike)):
+        raise WrongType(
+            f"load: weights must be a dictionary of arrays or a safetensors file, got {type(weights).__name__}"
+        )
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(weights)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Invalid(f"load: {weights} is not a safetensors file that can be read: {error}") from error

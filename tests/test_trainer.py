@@ -567,12 +567,26 @@ def test_a_buffer_that_is_put_in_another_ones_place_is_a_buffer_all_the_same() -
         trainer(max_epochs=1, batch_size=8).fit(Rebinds(persistent=False), (x, y))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("n", [0, 1, 8192, 40_007])
+def test_fingerprints_against_whole_numbers_of_python(n: int, dtype: torch.dtype) -> None:
+    """On the host, and as a GPU computes them."""
+    from samestep.backends import bits, torch_bits
+
+    vector = (torch.rand(n, generator=torch.Generator().manual_seed(n)) * 100).to(dtype)
+    of_columns, of_rows = (list(map(int, row)) for row in bits.odd())
+    numbers = map(int, torch_bits.numbers(vector))
+    total = sum(number * of_columns[i % 8192] * of_rows[i // 8192] for i, number in enumerate(numbers))
+    assert int(torch_bits.on_gpu(vector)) % (1 << 64) == total % (1 << 64)
+    assert int(torch_bits.fingerprint([vector])) % (1 << 64) == total * of_rows[0] % (1 << 64)
+
+
 def test_the_fingerprint_of_a_step_tells_places_apart() -> None:
-    from samestep.backends.torch_replica import WIDTH, bits
+    from samestep.backends.bits import COLUMNS, bits
 
     prints = set()
-    for place in (2 * WIDTH + 3, 3 * WIDTH + 2, 2, 3, 2 * WIDTH, 4 * WIDTH + 2):
-        vector = torch.zeros(4 * WIDTH + 5)
+    for place in (2 * COLUMNS + 3, 3 * COLUMNS + 2, 2, 3, 2 * COLUMNS, 4 * COLUMNS + 2):
+        vector = np.zeros(4 * COLUMNS + 5, np.float32)
         vector[place] = 1.0
-        prints.add(int(bits(vector)))
+        prints.add(int(bits(vector)[0]))
     assert len(prints) == 6

@@ -22,13 +22,19 @@ class Crew:
         self._pool: ThreadPoolExecutor | None = None
         self._busy = threading.Lock()
 
+    @property
+    def hired(self) -> bool:
+        """Whether there are threads beside the caller's."""
+        return self._pool is not None
+
     @contextmanager
     def at_work(
-        self, devices: Sequence[Device], threads: int, prepare: Callable[[], object] = lambda: None
+        self, devices: Sequence[Device], threads: int, prepare: Callable[[], object] = lambda: None, least: int = 1
     ) -> Iterator[None]:
         """For the time of a run: on the CPU so many threads that each can compute with `threads` of its own.
 
-        `prepare` is called in each thread first. The cores of a host are shared by the processes on it.
+        `prepare` is called in each thread first. The cores of a host are shared by the processes on it. Where fewer than
+        `least` threads would do, the caller's computes.
         """
         if not self._busy.acquire(blocking=False):
             raise Invalid(
@@ -38,7 +44,8 @@ class Crew:
             if devices[0].kind == "cpu":
                 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
                 count = max(1, cores // threads // find().local_size)
-                self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
+                if count >= least:
+                    self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
             yield
         finally:
             if self._pool:
@@ -48,7 +55,7 @@ class Crew:
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run tasks that do not depend on each other, side by side if there are threads."""
-        if self._pool is None:  # GPUs: launching is all there is to do, and it does not wait
+        if self._pool is None:  # on GPUs, launching is all there is to do, and it does not wait
             return [task() for task in tasks]
         futures = [self._pool.submit(task) for task in tasks]
         wait(futures)

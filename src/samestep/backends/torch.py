@@ -105,11 +105,12 @@ class TorchBackend:
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         prepare = partial(torch.set_num_threads, threads)
-        with self._crew.at_work(devices, threads, prepare), self._settings(devices, deterministic):
+        # One thread alone is better the caller's: in others, malloc gives large blocks back, and they are made anew each time.
+        with self._crew.at_work(devices, threads, prepare, least=2), self._settings(devices, deterministic, threads):
             yield
 
     @contextmanager
-    def _settings(self, devices: Sequence[Device], deterministic: bool) -> Iterator[None]:
+    def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
         cudnn = torch.backends.cudnn
         before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
         flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
@@ -119,8 +120,8 @@ class TorchBackend:
         cudnn.benchmark, cudnn.deterministic = False, deterministic
         torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
         if devices[0].kind == "cpu":
-            # This thread too: the helpers of a second team would spin between its calls and take the workers' cores.
-            torch.set_num_threads(1)
+            # Beside others: the helpers of a second team would spin between its calls and take the workers' cores.
+            torch.set_num_threads(1 if self._crew.hired else threads)
         try:
             yield
         finally:

@@ -8,7 +8,6 @@ compute shards of one replica side by side without seeing each other.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import threading
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 
 from samestep.backends import Deliver, Tensors
 from samestep.backends.torch_bands import Bands, watched
+from samestep.backends.torch_bits import fingerprint
 from samestep.backends.torch_graph import Recorder
 from samestep.backends.torch_noise import Noise
 from samestep.devices import Device
@@ -241,9 +241,7 @@ class TorchReplica:
                 flat.vector.copy_(flat.vector.long() + delta.round().long())
 
     def fingerprint(self) -> torch.Tensor:
-        odd = multipliers(self._place)
-        flats = [self.weights, *self.buffers]
-        return torch.stack([bits(flat.vector) * odd[i] for i, flat in enumerate(flats)]).sum().view(1)
+        return fingerprint([flat.vector for flat in [self.weights, *self.buffers]])
 
     def vectors(self) -> list[torch.Tensor]:
         return [flat.vector for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
@@ -375,30 +373,3 @@ def hits(output: Any, y: torch.Tensor) -> torch.Tensor:
 
 def change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return now - before if now.is_floating_point() else now.long() - before.long()
-
-
-WIDTH = 1 << 16
-
-
-@functools.cache
-def multipliers(place: torch.device, key: int = 0) -> torch.Tensor:
-    odd = np.random.Philox(key=key).random_raw(WIDTH) | np.uint64(1)
-    return torch.from_numpy(odd.view(np.int64)).to(place)
-
-
-def bits(vector: torch.Tensor) -> torch.Tensor:
-    """Σ mᵢ·bitsᵢ modulo 2⁶⁴ with odd mᵢ: integers wrap around, so the order of the additions cannot matter.
-
-    mᵢ is the product of a multiplier for the row and one for the column, with the vector laid out in rows of WIDTH.
-    """
-    numbers = vector.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[vector.element_size()])
-    odd, of_rows = multipliers(vector.device), multipliers(vector.device, 1)
-    whole = len(numbers) // WIDTH
-    rest = numbers[whole * WIDTH :]
-    total = (rest * odd[: len(rest)]).sum() * of_rows[-1]
-    for first in range(0, whole, 256):  # 256 rows at a time: the 64-bit products need no more than 128 MiB
-        last = min(first + 256, whole)
-        rows = numbers[first * WIDTH : last * WIDTH].view(-1, WIDTH)
-        weights = of_rows[torch.arange(first, last, device=odd.device) % (WIDTH - 1)]
-        total = total + ((rows * odd).sum(1) * weights).sum()
-    return total

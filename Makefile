@@ -30,6 +30,8 @@ check: $(VENV)/test.done
 bench: $(VENV)/test.done
 	$(BIN)/python benchmarks/sameness.py
 	$(BIN)/python benchmarks/cost.py
+	for name in torch jax tensorflow paddle; do $(BIN)/python benchmarks/frameworks.py --backend $$name || exit 1; done
+	! test -x $(MXNET)/bin/python || $(MXNET)/bin/python benchmarks/frameworks.py --backend mxnet
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/exchange.py
 	$(BIN)/python benchmarks/tables.py

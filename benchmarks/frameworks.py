@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from machine import keep, machine, table
 
 import samestep as ss
 from samestep import backends
@@ -80,8 +81,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     rows = [row for name in MODELS for row in measure(options.backend, name, options.rounds, options.steps)]
-    from machine import keep, machine, table  # imports PyTorch: only when everything has been measured
-
     what = f"batch {BATCH}, {options.rounds} rounds of {options.steps} steps"
     print(f"{machine()['name']}, {options.backend} {backends.installed(options.backend)}, {what}")
     cells = [
@@ -89,10 +88,8 @@ def main() -> None:
         for r in rows
     ]
     print(table(["model", "", "ms/step", "least - most", "ratio"], cells))
-    version = backends.installed(options.backend)
-    keep(
-        f"frameworks-{options.backend}", rows, version=version, rounds=options.rounds, steps=options.steps, batch=BATCH
-    )
+    framework = f"{options.backend} {backends.installed(options.backend)}"
+    keep(f"frameworks-{options.backend}", rows, framework=framework, rounds=options.rounds, steps=options.steps)
 
 
 if __name__ == "__main__":

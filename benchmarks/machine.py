@@ -5,25 +5,40 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
+from importlib import metadata
 from pathlib import Path
-
-import torch
 
 HERE = Path(__file__).parent
 RESULTS = Path(os.environ.get("OUT") or HERE / "results")
 
 
+def gpu() -> str:
+    """The GPU that the framework in use sees, if any. No framework is imported for it: some cannot be loaded together."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(0))
+    return str(jax.devices()[0].device_kind) if jax and jax.default_backend() == "gpu" else ""
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def machine() -> dict[str, str]:
-    if torch.cuda.is_available():
-        name, short = torch.cuda.get_device_name(0), "gpu"
+    if found := gpu():
+        name, short = found, "gpu"
     else:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         cores = len(os.sched_getaffinity(0))
         name = f"{cores} cores of {models[0] if models else platform.machine()}"
         short = "cpu" if cores == 2 else f"cpu{cores}"
-    return {"name": name, "short": short, "torch": torch.__version__, "python": platform.python_version()}
+    return {"name": name, "short": short, "torch": version("torch"), "python": platform.python_version()}
 
 
 def keep(name: str, rows: list[dict], **about: object) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KINDS = ("cpu", "cpu16", "gpu")
+FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -81,11 +82,11 @@ def schedules() -> str:
 def accuracy() -> str:
     """The multi-device chapter's job over several seeds, in every framework that was measured."""
     blocks = []
-    names = ["accuracy", *(f"accuracy-{framework}" for framework in ("jax", "tensorflow", "paddle", "mxnet"))]
+    names = ["accuracy", *(f"accuracy-{framework}" for framework in FRAMEWORKS[1:])]
     for result in [result for name in names for result in results(name)]:
         last = [row["curve"][-1] for row in result["rows"]]
         seeds = ", ".join(f"{value:.4f}" for value in last)
-        mean, spread = statistics.mean(last), statistics.stdev(last)
+        mean, spread = statistics.mean(last), statistics.stdev(last) if len(last) > 1 else 0.0
         blocks.append(f"{about(result)}: {mean:.3f} ± {spread:.3f} (seeds 0 to {len(last) - 1}: {seeds})")
     return "\n\n".join(blocks)
 
@@ -139,8 +140,23 @@ def exchange() -> str:
     return "\n\n".join(blocks)
 
 
-TABLES = {"sameness": sameness, "accuracy": accuracy, "cost": cost, "schedules": schedules, "chaos": chaos,
-          "checkpoint": checkpoint, "exchange": exchange}  # fmt: skip
+def frameworks() -> str:
+    """A step of samestep against each framework's own plain loop."""
+    rows, titles = [], []
+    for framework in FRAMEWORKS:
+        for result in results(f"frameworks-{framework}"):
+            titles.append(f"{about(result)}; {result['rounds']} rounds of {result['steps']} steps")
+            for model in dict.fromkeys(row["model"] for row in result["rows"]):
+                plain, *ours = (row for row in result["rows"] if row["model"] == model)
+                cells = [f"{r['ms']:.2f} ({r['least']:.2f} - {r['most']:.2f})" for r in (plain, *ours)]
+                ratios = [f"**{r['ratio']:.2f}**: {cell}" for r, cell in zip(ours, cells[1:], strict=True)]
+                rows.append([framework, model, cells[0], *ratios])
+    header = ["framework", "model", "its plain loop, ms/step", "samestep, 1 shard", "samestep, 8 shards"]
+    return "\n\n".join([table(header, rows), *titles])
+
+
+MAKERS = (sameness, accuracy, cost, frameworks, schedules, chaos, checkpoint, exchange)
+TABLES = {make.__name__: make for make in MAKERS}
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ import samestep as ss
 from samestep import data as data_module
 from samestep import draws
 from samestep.backends.torch import backend
-from samestep.data import READ_AHEAD, Data, Feed, Pass, Source
+from samestep.data import READ_AHEAD, Data, Feed, Source
 from samestep.devices import cpu
 from samestep.errors import Invalid, WrongType
 from samestep.models.torch import mlp
@@ -477,37 +477,3 @@ def test_identity_of_what_is_not_in_memory_reads_nothing(tmp_path: Path) -> None
     about = identity(on_disk(tmp_path, "x", X), Y)
     assert about["x"] == [50, 5]
     assert "sha256" not in about
-
-
-def put_and_gathered(monkeypatch: pytest.MonkeyPatch, devices: int) -> tuple[int, int]:
-    """How often a fit on so many devices put the examples on one, and from how many memories it gathered shards."""
-    puts: list[bool] = []
-    memories: list[torch.Tensor] = []
-    original_put, original_take = backend.put, backend.take
-
-    def put(array: Any, device: Any) -> Any:
-        puts.append(array is X)
-        return original_put(array, device)
-
-    def take(array: Any, index: Any) -> Any:
-        memories.append(array)  # held, or the next one could be given its address
-        return original_take(array, index)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "put", put)
-        patch.setattr(backend, "take", take)
-        fit((X, Y), devices=devices)
-    return sum(puts), len({array.data_ptr() for array in memories if array.ndim == 2})
-
-
-def test_replicas_on_one_device_share_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert put_and_gathered(monkeypatch, 1) == put_and_gathered(monkeypatch, 3) == (1, 1)
-
-    def copies(self: Pass, span: Any, device: Any) -> Any:
-        x, y = self.feed.resident[device]
-        self.feed.resident[device] = self.feed.backend.copy(x, device), y
-        return shard(self, span, device)
-
-    shard = Pass.shard
-    monkeypatch.setattr(Pass, "shard", copies)  # every shard from a copy of its own
-    assert put_and_gathered(monkeypatch, 3)[1] > 3

@@ -28,7 +28,6 @@ from samestep.backends import bits, paddle_bits
 from samestep.backends import paddle as backends_paddle
 from samestep.backends.paddle_noise import AHEAD, ALONE, FREE, GENERATOR, Noise, position
 from samestep.backends.paddle_replica import Flat, PaddleReplica
-from samestep.data import Pass
 from samestep.models import paddle as models_paddle
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")  # Paddle's batch norm, every time
@@ -742,39 +741,6 @@ def test_copies_share_nothing_and_have_gradients():
     backend.assign(copied, paddle.full([2, 3], 5.0))
     assert weight.sum().item() == 6
     assert copied.sum().item() == 30
-
-
-def put_and_gathered(monkeypatch, devices):
-    """How often a fit on so many devices put the examples on one, and from how many memories it gathered shards."""
-    puts, memories = [], []
-
-    def put(array, device):
-        puts.append(array is X)
-        return original_put(array, device)
-
-    def take(array, index):
-        memories.append(array)  # held, or the next one could be given its address
-        return original_take(array, index)
-
-    original_put, original_take = backend.put, backend.take
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "put", put)
-        patch.setattr(backend, "take", take)
-        fit(models_paddle.mlp((784, 8, 10)), devices=devices)
-    return sum(puts), len({array.data_ptr() for array in memories if len(array.shape) == 4})
-
-
-def test_replicas_on_one_device_share_the_data(monkeypatch):
-    assert put_and_gathered(monkeypatch, 1) == put_and_gathered(monkeypatch, 5) == (1, 1)
-
-    def copies(self, span, device):
-        x, y = self.feed.resident[device]
-        self.feed.resident[device] = self.feed.backend.copy(x, device), y
-        return shard(self, span, device)
-
-    shard = Pass.shard
-    monkeypatch.setattr(Pass, "shard", copies)  # every shard from a copy of its own
-    assert put_and_gathered(monkeypatch, 5)[1] > 5
 
 
 @pytest.mark.parametrize("how", ["tree", "gather", "ring", "sharded"])

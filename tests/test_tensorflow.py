@@ -18,7 +18,6 @@ import samestep as ss
 from samestep import draws, models
 from samestep.backends import bits, tensorflow_graph, tensorflow_replica
 from samestep.backends import tensorflow as backends_tensorflow
-from samestep.data import Pass
 from samestep.models import tensorflow as models_tensorflow
 from samestep.step import Group
 
@@ -765,39 +764,6 @@ def test_the_compiled_step_has_the_bits_of_the_eager_one():
 
 
 # Memory
-
-
-def put_and_gathered(monkeypatch, devices):
-    """How often a fit on so many devices put the examples on one, and from how many memories it gathered shards."""
-    puts, memories = [], []
-
-    def put(array, device):
-        puts.append(array is X)
-        return original_put(array, device)
-
-    def take(array, index):
-        memories.append(array)  # held, or the next one could be given its address
-        return original_take(array, index)
-
-    original_put, original_take = backend.put, backend.take
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "put", put)
-        patch.setattr(backend, "take", take)
-        fit(line(), devices=devices)
-    return sum(puts), len({array.ctypes.data for array in memories if len(array.shape) == 4})
-
-
-def test_replicas_on_one_device_share_the_data(monkeypatch):
-    assert put_and_gathered(monkeypatch, 1) == put_and_gathered(monkeypatch, 5) == (1, 1)
-
-    def copies(self, span, device):
-        x, y = self.feed.resident[device]
-        self.feed.resident[device] = self.feed.backend.copy(x, device), y
-        return shard(self, span, device)
-
-    shard = Pass.shard
-    monkeypatch.setattr(Pass, "shard", copies)  # every shard from a copy of its own
-    assert put_and_gathered(monkeypatch, 5)[1] > 5
 
 
 # Threads

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 # What must also hold on the oldest NumPy that samestep supports, which MXNet brings along.
 ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
 # Frameworks beside PyTorch in this environment: the conformance suite again, in a process of its own.
-OTHERS = ["tensorflow", "paddle", "jax"]
+OTHERS = ["jax", "tensorflow", "paddle"]
 # Tests that mostly wait for processes they have started: a run of their own, beside the rest.
 PROCESSES = ["test_processes.py", "test_sockets.py", "test_meeting.py", "test_verify.py", "chaos"]
 
@@ -39,7 +39,15 @@ class Run:
 
     def __call__(self) -> tuple[Run, int, str, float]:
         began = time.monotonic()
-        command = [self.python, "-m", "pytest", "-q", *map(str, self.files), *(f"--ignore={path}" for path in self.but)]
+        command = [
+            self.python,
+            "-m",
+            "pytest",
+            "-q",
+            "--durations=5",
+            *map(str, self.files),
+            *(f"--ignore={path}" for path in self.but),
+        ]
         env = os.environ | {"SAMESTEP_TEST_BACKEND": self.backend}
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return self, done.returncode, done.stdout, time.monotonic() - began
@@ -49,14 +57,14 @@ def runs(mxnet: Path | None) -> list[Run]:
     """All of them, the longest first."""
     apart = [TESTS / name for name in PROCESSES]
     found = [Run("PyTorch, and what needs no framework", but=apart), Run("processes", apart)]
-    if mxnet:
-        python = str(mxnet)
-        found.append(Run("MXNet", [TESTS / "conformance", TESTS / "test_mxnet.py"], "mxnet", python))
     for name in OTHERS:
         if importlib.util.find_spec(name):
             found.append(Run(name, [TESTS / "conformance", TESTS / f"test_{name}.py"], name))
         else:
             print(f"{name}'s tests are skipped: it is not installed")
+    if mxnet:
+        python = str(mxnet)
+        found.append(Run("MXNet", [TESTS / "conformance", TESTS / "test_mxnet.py"], "mxnet", python))
     for file in sorted((TESTS / "parity").glob("test_*.py")):
         if "mxnet" not in file.name:
             found.append(Run(file.stem, [file]))

@@ -470,7 +470,7 @@ def test_shards_side_by_side_do_not_see_each_other():
         with backend.session([ss.cpu()], deterministic=True, threads=1):
             backend._lanes = [mx.cpu(backends_mxnet.LANES + i) for i in range(count)]
             for context in backend._lanes:
-                backends_mxnet.alone(context)
+                backends_mxnet.use_threads(context, 1)
             replica = replica_of(models_mxnet.resnet18(width=4), shards=8)
             first = [replica.gradient(*shard, key=1, shard=i) for i, shard in enumerate(shards)]
             tests = [replica.evaluate(*shard, key=1) for shard in shards * 2]
@@ -487,23 +487,30 @@ import numpy as np, samestep as ss
 from samestep.backends import mxnet as backend
 from samestep.models.mxnet import lenet
 if sys.argv[1] == "broken":
-    backend.alone = lambda context: None
+    backend.use_threads = lambda context, count: None
 r = np.random.default_rng(0)
 x, y = r.random((300, 1, 28, 28), dtype=np.float32), r.integers(0, 10, 300)
-print(ss.Trainer(max_epochs=1, devices=2, progress=False).fit(lenet(), (x, y)).fingerprint)
+threads = int(sys.argv[2])
+print(ss.Trainer(max_epochs=1, devices=2, threads_per_shard=threads, progress=False).fit(lenet(), (x, y)).fingerprint)
 """
 
 
-def fingerprint_of_a_process(way="whole", **env):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, way], env=os.environ | env, capture_output=True, text=True)
+def fingerprint_of_a_process(way="whole", threads=1, **env):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, way, str(threads)], env=os.environ | env, capture_output=True, text=True
+    )
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
 def test_the_threads_of_openmp_have_no_way_in():
     """In processes of their own: MXNet takes its number of threads from OMP_NUM_THREADS when it is imported."""
-    prints = {fingerprint_of_a_process(OMP_NUM_THREADS=threads) for threads in ("1", "2", "7")}
-    assert len(prints) == 1
-    assert len(prints.pop()) == 64
+    one, two = (
+        {fingerprint_of_a_process(threads=threads, OMP_NUM_THREADS=pool) for pool in ("1", "2", "7")}
+        for threads in (1, 2)
+    )
+    assert len(one) == len(two) == 1
+    assert {len(print_) for print_ in one | two} == {64}
+    assert one != two, "two threads compute as one would: there is nothing to compare"
 
 
 def test_without_samesteps_setting_they_would():

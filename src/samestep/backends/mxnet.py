@@ -3,9 +3,8 @@
 Measured on the CPU with MXNet 1.9.1: a convolution or a product of matrices has other bits on another number of OpenMP threads;
 that number belongs to the thread of MXNet's engine that computes, each context of the CPU has such a thread of its own, and
 oneDNN keeps what it has prepared for a number of threads for as long as the thread lives. So a run on the CPU computes on
-contexts that nobody else uses, whose threads were told to compute alone: shards side by side, each in one thread.
-`threads_per_shard` above 1 only means fewer shards side by side. One Python thread asks for everything: the engine does not
-wait, so others would have nothing to gain.
+contexts that nobody else uses, other ones for every `threads_per_shard`, whose threads were told to compute with so many. One
+Python thread asks for everything: the engine does not wait, so others would have nothing to gain.
 
 A block that was hybridized is computed compiled, with the same bits; samestep hybridizes nothing by itself, as a block need not
 allow it, and it is not faster on the CPU. All random operations draw from the one generator that the CPU has for a Python
@@ -45,7 +44,8 @@ os.environ.setdefault("MXNET_ENFORCE_DETERMINISM", "1")
 os.environ.setdefault("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
 
 TYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
-# Numbers of contexts of the CPU that are samestep's: where a run on cpu:i keeps its vectors, and where shards are computed.
+# Numbers of contexts of the CPU that are samestep's: where a run on cpu:i keeps its vectors; and times `threads_per_shard`,
+# from where on shards are computed.
 HOMES, LANES = 256, 512
 # What MXNet reads when it starts and would let into the bits: who computes, and from which generator.
 ENVIRONMENT = {
@@ -160,9 +160,11 @@ class MxnetBackend:
             ):  # of what failed before this run: MXNet would raise it once more in the middle of it
                 nd.waitall()
             if devices[0].kind == "cpu":
-                self._lanes = [mx.cpu(LANES + i) for i in range(side_by_side(threads))]
-                for context in {*map(self._home, devices), *self._lanes}:
-                    alone(context)
+                self._lanes = [mx.cpu(LANES * threads + i) for i in range(side_by_side(threads))]
+                for context in set(map(self._home, devices)):
+                    use_threads(context, 1)
+                for context in self._lanes:
+                    use_threads(context, threads)
             after: dict[Context, Any] = {}
             self._next = after
             try:
@@ -269,14 +271,14 @@ _set_threads = _LIB.MXSetNumOMPThreads
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-def _work_alone(run: Any, about: Any) -> None:
-    _set_threads(1)
+def _use_threads(run: Any, count: Any) -> None:
+    _set_threads(count)
 
 
-def alone(context: Context) -> None:
-    """Have the thread of a context compute its operations alone: OpenMP's setting is of the thread that makes it."""
-    where = _Context(context.device_typeid, context.device_id)
-    check_call(_LIB.MXEnginePushSync(_work_alone, None, None, ctypes.byref(where), None, 0, None, 0, None, 0, b""))
+def use_threads(context: Context, count: int) -> None:
+    """Have the thread of a context compute with so many of OpenMP's: the setting is of the thread that makes it."""
+    where, number = _Context(context.device_typeid, context.device_id), ctypes.c_void_p(count)
+    check_call(_LIB.MXEnginePushSync(_use_threads, number, None, ctypes.byref(where), None, 0, None, 0, None, 0, b""))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from torch import nn
 import samestep as ss
 from samestep import checkpoint, draws
 from samestep.averaging import Averager
-from samestep.backends import torch_replica
+from samestep.backends import torch_bits
 from samestep.backends.torch_optimizer import TorchUpdater
 from samestep.backends.torch_replica import TorchReplica
 from samestep.checkpoint import paths, read
@@ -610,12 +610,12 @@ def test_fingerprints_that_ignore_a_tensor_are_rejected(monkeypatch: pytest.Monk
         with pytest.raises(AssertionError, match="does not count"):
             every_tensor_counts(without(names))
     with monkeypatch.context() as patch:  # the weights alone: the statistics of batch norm are not looked at
-        patch.setattr(TorchReplica, "fingerprint", lambda self: torch_replica.bits(self.weights.vector).view(1))
+        patch.setattr(TorchReplica, "fingerprint", lambda self: torch_bits.fingerprint([self.weights.vector]))
         with pytest.raises(AssertionError, match=r"element 0 of norm\.running_mean does not count"):
             every_tensor_counts(of_a_step)
     with monkeypatch.context() as patch:  # all but the last weight
-        bits = torch_replica.bits
-        patch.setattr(torch_replica, "bits", lambda vector: bits(vector[:-16]))
+        numbers = torch_bits.numbers
+        patch.setattr(torch_bits, "numbers", lambda vector: numbers(vector)[:-16])
         with pytest.raises(AssertionError, match="does not count"):
             every_tensor_counts(of_a_step)
     every_tensor_counts(of_a_step)
@@ -625,7 +625,7 @@ def test_a_fingerprint_of_weights_alone_would_not_see_forgotten_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the fingerprint of a step covers the buffers: without them, a resume that forgets them looks right."""
-    weights = lambda self: torch_replica.bits(self.weights.vector).view(1)  # noqa: E731
+    weights = lambda self: torch_bits.fingerprint([self.weights.vector])  # noqa: E731
     case = Case(lambda: dense(nn.BatchNorm1d(6)))
     honest = fit(case).fingerprints
     monkeypatch.setattr(TorchReplica, "fingerprint", weights)

@@ -411,7 +411,7 @@ def looped(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "batches"),
     [
-        ("mlp_with_dropout", "250 and a last 96"),
+        ("mlp_with_dropout", "large and a smaller last"),
         ("embedding", "5 and a last 2"),
         ("resnet_with_batch_norm", "5 and a last 2"),
     ],

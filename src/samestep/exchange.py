@@ -65,7 +65,7 @@ def across(
 
     held[q] says which parts process q holds. Process q sums slice q along the tree; then every process gathers the slices.
     The sum replaces the first part, in its memory; that of a process without parts goes to `memory`. What arrives is
-    received in `rooms`, memory that a caller keeps for the next time: to make it anew costs a tenth of the whole.
+    received in `rooms`, memory that a caller keeps for the next time: the system gives out no memory without clearing it.
     """
     mine = list(parts.values())
     total, rooms = mine[0] if mine else memory, {} if rooms is None else rooms

@@ -58,8 +58,8 @@ def model_of(name: str, precision: str):
     return models.load(given if precision == "float32" else double(given, *arguments), start(name))
 
 
-def gradient(name: str, precision: str) -> tuple[float, dict[str, np.ndarray]]:
-    """Loss and gradient of one shard, as the framework computes them."""
+def gradient(name: str, precision: str) -> tuple[float, dict[str, np.ndarray], int]:
+    """Loss, gradient and hits of one shard, as the framework computes them."""
     (x, y), device = numbers(), ss.cpu()
     x = x.astype(precision)
     with computing_in(precision):
@@ -69,13 +69,17 @@ def gradient(name: str, precision: str) -> tuple[float, dict[str, np.ndarray]]:
             backend.probe(model, None, x[:1], y[:1], "x")
             replica = backend.replica(model, None, device, SHARDS)
             vector = replica.gradient(backend.put(x, device), backend.put(y, device), 1, SHARD)
-            losses = backend.get(vector)[-2 * SHARDS : -SHARDS]
+            assert len(vector) == replica.size
+            losses, hits = np.split(np.array(backend.get(vector)[-2 * SHARDS :]), 2)
             named = replica.named(vector[: len(replica.parameters)])
     assert np.flatnonzero(losses).tolist() == [SHARD], "a shard writes its own loss and no other"
-    return float(losses[SHARD]), {key: np.array(value) for key, value in named.items()}
+    assert hits.sum() == hits[SHARD]
+    return float(losses[SHARD]), {key: np.array(value) for key, value in named.items()}, int(hits[SHARD])
 
 
-def agree(precision: str, ours: tuple[float, dict[str, np.ndarray]], theirs: tuple[float, reference.Weights]) -> None:
+def agree(
+    precision: str, ours: tuple[float, dict[str, np.ndarray], int], theirs: tuple[float, reference.Weights]
+) -> None:
     """Assert that a loss and a gradient are those of the reference."""
     loss, slope, reason = TOLERANCES[precision]
     assert abs(ours[0] - theirs[0]) <= loss * theirs[0], f"the loss is {ours[0]!r}, not {theirs[0]!r}; {reason}"
@@ -94,8 +98,10 @@ def agree(precision: str, ours: tuple[float, dict[str, np.ndarray]], theirs: tup
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gradient_of_a_shard_is_the_one_by_hand(name: str, precision: str) -> None:
     x, y = numbers()
-    expected = reference.gradient(name, start(name), x.astype(precision), y)
-    agree(precision, gradient(name, precision), expected)
+    expected, found = reference.gradient(name, start(name), x.astype(precision), y), gradient(name, precision)
+    agree(precision, found, expected)
+    output, _ = reference.run(reference.steps(name, start(name)), start(name), x)
+    assert found[2] == (output.argmax(1) == y).sum()
 
 
 def along(name: str, tensor: str, layers: list[reference.Layer] | None = None) -> tuple[float, float]:

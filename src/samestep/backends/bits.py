@@ -1,8 +1,7 @@
 """64 bits of vectors in host memory, for fingerprints: Σ mᵢ·bitsᵢ modulo 2⁶⁴ with odd mᵢ.
 
 Integers wrap around, so the order of the additions cannot matter. mᵢ is the product of a multiplier for the row and one for the
-column, with a vector laid out in rows of COLUMNS. It is computed in every step, so it has to be quick: 200,000 weights take
-0.15 ms.
+column, with a vector laid out in rows of COLUMNS. It is computed in every step, so it has to be quick.
 """
 
 from __future__ import annotations

@@ -17,6 +17,12 @@ from samestep.errors import Invalid
 from samestep.processes import find
 
 
+def side_by_side(threads: int) -> int:
+    """How many shards can be computed at a time with `threads` each; the processes on a host share its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // threads // find().local_size)
+
+
 class Crew:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -33,8 +39,7 @@ class Crew:
     ) -> Iterator[None]:
         """For the time of a run: on the CPU so many threads that each can compute with `threads` of its own.
 
-        `prepare` is called in each thread first. The cores of a host are shared by the processes on it. Where fewer than
-        `least` threads would do, the caller's computes.
+        `prepare` is called in each thread first. Where fewer than `least` threads would do, the caller's computes.
         """
         if not self._busy.acquire(blocking=False):
             raise Invalid(
@@ -42,8 +47,7 @@ class Crew:
             )
         try:
             if devices[0].kind == "cpu":
-                cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-                count = max(1, cores // threads // find().local_size)
+                count = side_by_side(threads)
                 if count >= least:
                     self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
             yield

@@ -25,7 +25,7 @@ from jax._src.distributed import global_state  # there is no public name for wha
 from jaxlib import xla_client
 
 from samestep.backends import Shape
-from samestep.backends.crew import Crew
+from samestep.backends.crew import Crew, side_by_side
 from samestep.backends.jax_forms import LinenForm, form_of
 from samestep.backends.jax_optimizer import OptaxUpdater
 from samestep.backends.jax_program import sum_of_losses
@@ -175,10 +175,9 @@ class JaxBackend:
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with self._crew.at_work(devices, threads):
             # Where no two shards run side by side, Python goes on while one is computed.
-            self._run = threads, cores < 2 * threads
+            self._run = threads, side_by_side(threads) == 1
             try:
                 yield
             finally:

@@ -29,13 +29,13 @@ from mxnet.base import _LIB, MXNetError, check_call
 from mxnet.context import Context
 
 from samestep.backends import Shape, Tensors
-from samestep.backends.crew import Crew
+from samestep.backends.crew import Crew, side_by_side
 from samestep.backends.mxnet_blocks import arrays_in, blocks_of, model_context, parameters_of
 from samestep.backends.mxnet_replica import MxnetReplica, seed, sum_of_losses
 from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
-from samestep.processes import Place, World, find
+from samestep.processes import Place, World
 from samestep.run import fingerprint
 from samestep.sockets import join
 
@@ -155,10 +155,8 @@ class MxnetBackend:
                     f"{name}={os.environ[name]} lets the machine into the bits: unset it, or use {name}={value}"
                 )
         with self._crew.at_work(devices, threads):
-            with suppress(
-                MXNetError
-            ):  # of what failed before this run: MXNet would raise it once more in the middle of it
-                nd.waitall()
+            with suppress(MXNetError):
+                nd.waitall()  # raises what failed before this run, and would else do so in the middle of it
             if devices[0].kind == "cpu":
                 self._lanes = [mx.cpu(LANES * threads + i) for i in range(side_by_side(threads))]
                 for context in set(map(self._home, devices)):
@@ -227,9 +225,8 @@ class MxnetBackend:
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> MxnetReplica:
         home = self._home(device)
         generator = mx.cpu() if device.kind == "cpu" else home
-        if (
-            self._next is not None and generator not in self._next
-        ):  # weights that had to be drawn have been drawn by now
+        if self._next is not None and generator not in self._next:
+            # weights that had to be drawn have been drawn by now
             self._next[generator] = nd.random.randint(0, 2**31 - 1, ctx=generator)
         with explained():
             return MxnetReplica(model, loss, device, shards, home, self._lanes or [home], self._user(device))
@@ -253,12 +250,6 @@ def checked(array: Any) -> np.ndarray[Any, Any]:
     if str(array.dtype) not in TYPES:
         raise WrongType(f"mxnet has no {array.dtype} arrays: convert them, for example with x.astype('float32')")
     return array
-
-
-def side_by_side(threads: int) -> int:
-    """How many shards are computed at a time, as the crew of threads of other frameworks counts it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads // find().local_size)
 
 
 class _Context(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""The fingerprints of Paddle's vectors: on the CPU by NumPy in their own memory (bits.py), which takes a quarter of the time;
+"""The fingerprints of Paddle's vectors: on the CPU by NumPy in their own memory (bits.py), which is quicker;
 on a GPU they stay there. Both give the same number."""
 
 from __future__ import annotations

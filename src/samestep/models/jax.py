@@ -74,7 +74,7 @@ def _images_last(x: Array) -> Array:
 
 
 def _patches(w: Tree, name: str, x: Array, padding: int = 0) -> Array:
-    """A convolution as one product of matrices: on a CPU, XLA's own and its gradients take three times as long."""
+    """A convolution as one product of matrices: on a CPU, XLA's own and its gradients are slow."""
     weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
     x = jnp.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
     out, _, rows, columns = weight.shape

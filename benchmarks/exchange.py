@@ -1,9 +1,11 @@
-"""The exchange between processes against torch.distributed.all_reduce: same processes, same vectors, same engine (gloo).
+"""The exchange between processes of one host against torch.distributed.all_reduce with gloo: same processes, same vectors.
 
     python benchmarks/exchange.py [--processes 2,4] [--megabytes 1,10,100]
 
-all_reduce adds in an order of its own, which depends on the number of processes; ours adds along the tree. Each holds one
-part of eight shards. Rounds alternate; the figure is the median over the rounds of the slowest process.
+all_reduce adds in an order of its own, which depends on the number of processes, and sends by TCP; ours adds along the tree,
+and its vectors go through memory that the processes share, or by TCP with gloo as well where SAMESTEP_TRANSPORT=gloo. Each
+holds one part of eight shards. Rounds alternate; the figure is the median over the rounds of the slowest process. Bytes are
+those of the vectors that a process hands to another, whichever way they go.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from machine import keep
 from samestep import exchange, processes, shards
 from samestep.backends import torch as backends
 from samestep.backends.torch_world import TorchWorld
+from samestep.devices import cpu
 
 SHARDS = 8
 
 
 class Counting:
-    """The world, with the bytes that this process sends counted."""
+    """The world, with the bytes that this process hands to others counted: all of them go by `swap`."""
 
     def __init__(self, world: TorchWorld) -> None:
         self.world, self.bytes = world, 0
@@ -41,6 +44,7 @@ class Counting:
 def measure(megabytes: list[float]) -> None:
     torch.set_num_threads(1)
     world = Counting(TorchWorld(processes.find(), 60.0))
+    world.prepare([cpu()], 60.0)
     k, rank = world.size, world.rank
     held = [shards.parts(lo, hi, SHARDS) for lo, hi in shards.cut(SHARDS, k)]
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.draws import SAMPLINGS, evaluation_keys, keys, order
+from samestep.draws import SAMPLINGS, evaluation_keys, keys, keys_from, order
 from samestep.errors import Invalid
 
 properties = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -121,3 +122,20 @@ def test_draws_neither_read_nor_move_a_global_generator() -> None:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 4, 5, 8, 33])
+@pytest.mark.parametrize(("seed", "step"), [(0, 0), (7, 1000), (2**64 - 1, 2**40)])
+def test_keys_one_step_after_the_other_are_those_of_each_step(seed: int, step: int, shards: int) -> None:
+    found = list(itertools.islice(keys_from(seed, step, shards), 5))
+    counters = [np.array([0, 0, step + i, 0], np.uint64) for i in range(5)]
+    fresh = [np.random.Philox(key=np.array([seed, 2], np.uint64), counter=c).random_raw(shards) for c in counters]
+    assert found == [[int(key) >> 1 for key in np.atleast_1d(raw)] for raw in fresh]
+
+
+def test_an_order_of_equal_draws_is_that_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick sort may not decide between equal draws: they keep the order of the examples."""
+    drawn = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint64)
+    monkeypatch.setattr("samestep.draws._draws", lambda *about: drawn)
+    assert order(0, 0, 1000).tolist() == sorted(range(1000), key=lambda i: (drawn[i], i))
+    assert np.argsort(drawn).tolist() != order(0, 0, 1000).tolist()  # what it would be

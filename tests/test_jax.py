@@ -42,6 +42,11 @@ def line(n=3):
     return Pair(lambda w, x: x.reshape(len(x), -1)[:, :4] @ w["slope"], {"slope": jnp.zeros((4, n))})
 
 
+def plain():
+    """Quick to compile, and without noise."""
+    return models_jax.mlp((784, 32, 10), dropout=0)
+
+
 def probed(model, x=X, y=Y, loss=None, shards=2):
     backend.probe(model, loss, x[:1], y[:1])
     return backend.replica(model, loss, ss.cpu(), shards)
@@ -69,13 +74,14 @@ def test_models_have_the_names_and_layouts_of_every_framework(name):
 @pytest.mark.parametrize("shards", [1, 8])
 def test_parity_with_a_plain_loop_of_optax(shards):
     """The same order of examples, one jitted step: equal to rounding after two epochs."""
-    model = models_jax.lenet_modern()
+    model = plain()
     optimizer = optax.sgd(0.05, momentum=0.9)
 
     @jax.jit
     def step(params, state, x, y):
         def loss(params):
-            return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), y).mean()
+            output = model.apply(params, x, key=None, train=True)
+            return optax.softmax_cross_entropy_with_integer_labels(output, y).mean()
 
         updates, state = optimizer.update(jax.grad(loss)(params), state)
         return optax.apply_updates(params, updates), state
@@ -185,7 +191,7 @@ def test_running_statistics_are_the_mean_over_examples():
 
 
 def test_average():
-    run = fit(models_jax.lenet_modern(), average=ss.swa(1))
+    run = fit(plain(), average=ss.swa(1))
     assert run.average is not None
     assert run.average_model(jnp.asarray(X[:2])).shape == (2, 10)
 
@@ -197,7 +203,7 @@ def test_losses_of_examples_and_their_mean_agree():
     def each(output, y):
         return optax.softmax_cross_entropy_with_integer_labels(output, y)
 
-    runs = [fit(models_jax.lenet_modern(), loss=loss) for loss in (None, each, lambda o, y: each(o, y).mean())]
+    runs = [fit(plain(), loss=loss) for loss in (None, each, lambda o, y: each(o, y).mean())]
     for run in runs[1:]:
         for name, weight in run.weights().items():
             np.testing.assert_allclose(weight, runs[0].weights()[name], atol=1e-6)
@@ -336,10 +342,7 @@ for threads, devices in ((1, 2), (2, 1), (2, 2), (2, 3)):
 
 def test_the_pool_of_xla_has_no_way_in():
     """Neither the cores of the machine nor the pool that XLA would make, but threads_per_shard, decides the bits."""
-    prints = {
-        tuple(in_a_process(SCRIPT, PJRT_NPROC=pool, CORES=cores))
-        for pool, cores in (("1", "2"), ("16", "2"), ("2", "1"))
-    }
+    prints = {tuple(in_a_process(SCRIPT, PJRT_NPROC=pool, CORES=cores)) for pool, cores in (("1", "2"), ("16", "1"))}
     assert len(prints) == 1
     ((one, *two),) = prints
     assert len(set(two)) == 1
@@ -366,7 +369,7 @@ def looped(monkeypatch):
     [
         ("mlp_with_dropout", "large and a smaller last"),
         ("embedding", "5 and a last 2"),
-        ("resnet_with_batch_norm", "5 and a last 2"),
+        ("small_with_batch_norm", "5 and a last 2"),
     ],
 )
 def test_a_loop_over_shards_is_the_same_on_any_number_of_devices(model, batches, monkeypatch):
@@ -498,7 +501,7 @@ assert ss.get(array).tolist() == [0, 1, 2]
 [copy] = ss.replicate([array], "cpu:3")
 assert ss.device_of(copy) == ss.Device("cpu", 3) and ss.get(copy).tolist() == [0, 1, 2]
 r = np.random.default_rng(0)
-x, y = r.random((90, 784), dtype=np.float32), r.integers(0, 10, 90)
+x, y = r.random((64, 784), dtype=np.float32), r.integers(0, 10, 64)
 seen = ss.Trainer._group
 def group(self, *rest):
     made = seen(self, *rest)
@@ -508,7 +511,7 @@ def group(self, *rest):
     return made
 ss.Trainer._group = group
 for devices in ("cpu", ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], 3, ["cpu:3"]):
-    run = ss.Trainer(max_epochs=2, batch_size=32, devices=devices, progress=False).fit(mlp((784, 32, 10)), (x, y))
+    run = ss.Trainer(max_epochs=2, batch_size=32, devices=devices, progress=False).fit(mlp((784, 32, 10), 0), (x, y))
     assert run.model.params["dense1.weight"].devices() == {jax.devices("cpu")[3 if devices == ["cpu:3"] else 0]}
     print(run.fingerprint)
 """

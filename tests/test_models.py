@@ -17,7 +17,7 @@ from samestep.errors import Invalid, WrongType
 
 JOB = Path(__file__).with_name("transfer_job.py")
 MXNET = JOB.parents[1] / ".venv-mxnet" / "bin" / "python"  # made by `make test`
-N = 100  # examples
+N = 96  # examples
 PYTHONS = {name: Path(sys.executable) for name in backends.FRAMEWORKS if name != "torch" and backends.installed(name)}
 if "mxnet" not in PYTHONS and MXNET.exists():
     PYTHONS["mxnet"] = MXNET

@@ -23,8 +23,10 @@ from mxnet.gluon import nn
 import samestep as ss
 from samestep import draws, models
 from samestep.backends import mxnet as backends_mxnet
+from samestep.backends import mxnet_noise
 from samestep.backends.mxnet_blocks import parameters_of
-from samestep.backends.mxnet_replica import Flat
+from samestep.backends.mxnet_lanes import Flat
+from samestep.backends.mxnet_replica import MxnetReplica
 from samestep.models import mxnet as models_mxnet
 
 backend = backends_mxnet.backend
@@ -303,6 +305,66 @@ def test_a_weight_that_few_shards_use():
     first, _, again = (replica.gradient(array(x), array(Y[:4]), 1, 0).asnumpy() for x in (common, rare, common))
     assert first.tobytes() == again.tobytes()
     assert not replica.named(nd.array(again)[: len(replica.parameters)])["other.weight"].any()
+
+
+WAYS = {
+    "dropout": lambda: nd.Dropout(nd.ones((9,)), p=0.5, mode="always"),
+    "uniform": lambda: nd.random.uniform(shape=(9,)),
+    "shuffle": lambda: nd.random.shuffle(nd.arange(9)),
+    "multinomial": lambda: nd.random.multinomial(nd.ones((9,)) / 9, shape=9),
+    "numpy normal": lambda: mx.np.random.normal(size=9),
+    "numpy choice": lambda: mx.np.random.choice(9, size=9),
+    "numpy gumbel": lambda: mx.np.random.gumbel(size=9),
+    "numpy power": lambda: mx.np.random.power(2.0, size=9),
+    "numpy multinomial": lambda: mx.np.random.multinomial(9, [0.5, 0.5], size=9),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_draws_is_known_and_draws_from_the_key(name):
+    def drawn_with(key):
+        with mxnet_noise.drawn_from(key, mx.cpu(), mxnet_noise.Graphs()), autograd.train_mode():
+            return WAYS[name]().asnumpy().tobytes()
+
+    first, other, again = map(drawn_with, (5, 6, 5))
+    assert first == again
+    assert len({first, other, drawn_with(7), drawn_with(8)}) > 1  # a key changes what is drawn
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_generator_is_set_for_shards_that_draw_only(hybrid, monkeypatch):
+    keys, seed = [], mxnet_noise.seed
+    monkeypatch.setattr(mxnet_noise, "seed", lambda key, context: keys.append(key) or seed(key, context))
+
+    def run(*middle):
+        keys.clear()
+        model = dense(*middle)
+        if hybrid:
+            model.hybridize()
+        fit(model, x=SMALL, max_epochs=1, shards=2, devices=2)
+        return len(keys), len(set(keys))
+
+    assert run() == run(lambda: nn.Dropout(0.0)) == (0, 0)
+    assert run(dropout) == (6, 6)  # two shards of three batches
+
+
+@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9), ss.adam()], ids=repr)
+def test_a_step_in_one_go_has_the_bits_of_one_by_parts(optimizer, monkeypatch):
+    make = functools.partial(dense, nn.BatchNorm, dropout)
+    runs = [fit(make(), x=SMALL, shards=1, optimizer=optimizer)]
+    monkeypatch.setattr(MxnetReplica, "in_one_go", lambda *_: False)
+    runs.append(fit(make(), x=SMALL, shards=1, optimizer=optimizer))
+    assert len(runs[0].fingerprints) == len(set(runs[0].fingerprints)) == 6
+    suite.same(*runs)
+
+
+def test_what_fails_in_the_engine_is_raised(monkeypatch):
+    def broken(*_):
+        raise ArithmeticError("broken")
+
+    monkeypatch.setattr("samestep.backends.mxnet_replica.update_in_place", broken)
+    with pytest.raises(ArithmeticError, match="broken"):
+        fit(dense(), x=SMALL, shards=1)
 
 
 class Last(gluon.HybridBlock):

@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     import paddle
 
 import paddle.nn.functional as F
+from bits_reference import of_bytes
 from conformance import suite
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
@@ -136,6 +137,48 @@ def test_parity_with_a_plain_loop(shards):
     theirs = paddle.optimizer.Momentum(0.05, 0.9, parameters=model.parameters())
     for settings in ({"optimizer": ss.sgd(momentum=0.9), "schedule": 0.05}, {"optimizer": theirs}):
         close(fit(model, shards=shards, **settings).weights(), expected, model.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9, weight_decay=0.01), ss.adam()])
+def test_a_step_in_one_go_has_the_bits_of_its_parts(optimizer, monkeypatch):
+    def prints():
+        return fit(models_paddle.mlp(), shards=1, optimizer=optimizer).fingerprints
+
+    given = PaddleReplica.whole, PaddleReplica.in_one_go
+    made = []
+    monkeypatch.setattr(PaddleReplica, "whole", lambda *args: made.append(1) or given[0](*args))
+    whole = prints()
+    assert len(made) == len(whole) > 0
+    monkeypatch.setattr(PaddleReplica, "in_one_go", lambda *_: False)
+    assert prints() == whole
+    assert len(made) == len(whole)
+
+
+def test_a_gradient_that_is_a_weight_is_taken_before_it_moves():
+    """The gradients of a and b are b and a themselves."""
+
+    class Product(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.held = a.detach(), b.detach()
+            return (a * b).sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            return ctx.held[1], ctx.held[0]
+
+    class Model(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            ones = nn.initializer.Constant(1.0)
+            self.a = self.create_parameter([64], default_initializer=ones)
+            self.b = self.create_parameter([64], default_initializer=ones)
+
+        def forward(self, x):
+            return x.mean() * 0 + Product.apply(self.a, self.b)
+
+    run = fit(Model(), X[:1], Y[:1], shards=1, schedule=0.25, max_epochs=1, loss=lambda output, y: output)
+    assert [set(weight.ravel()) for weight in run.weights().values()] == [{0.75}, {0.75}]
 
 
 # What a layer keeps
@@ -734,11 +777,9 @@ def test_fingerprints_see_every_bit_and_place():
 def test_fingerprints_against_whole_numbers_of_python(n, dtype):
     """On the host, and as a GPU computes them."""
     vector = (random.random(n) * 100).astype(dtype)
-    numbers = map(int, vector.view(f"i{vector.itemsize}"))
-    of_columns, of_rows = (list(map(int, row)) for row in bits.odd())
-    total = sum(number * of_columns[i % 8192] * of_rows[i // 8192] for i, number in enumerate(numbers))
-    assert int(bits.bits(vector)[0]) % (1 << 64) == total % (1 << 64)
-    assert int(paddle_bits.on_gpu(tensor(vector)).item()) % (1 << 64) == total % (1 << 64)
+    total = of_bytes(vector.tobytes())
+    assert int(bits.bits(vector)[0]) % (1 << 64) == total
+    assert int(paddle_bits.on_gpu(tensor(vector)).item()) % (1 << 64) == total
 
 
 SCRIPT = """
@@ -760,6 +801,30 @@ def test_the_threads_of_mkl_have_no_way_in():
         assert done.returncode == 0, done.stderr
         prints.add(done.stdout.strip())
     assert len(prints) == 1
+
+
+THREADS = """
+import warnings; warnings.simplefilter("ignore")
+import os, sys, numpy as np
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
+import samestep as ss
+from samestep.models.paddle import mlp
+r = np.random.default_rng(0)
+x, y = r.random((96, 1, 28, 28), dtype=np.float32), r.integers(0, 10, 96)
+trainer = ss.Trainer(max_epochs=1, batch_size=32, shards=1, threads_per_shard=int(sys.argv[2]), progress=False)
+print(trainer.fit(mlp(), (x, y)).fingerprint)
+"""
+
+
+def test_a_shards_threads_decide_the_bits_and_the_cores_do_not():
+    def run(cores, threads):
+        given = [sys.executable, "-c", THREADS, str(cores), str(threads)]
+        done = subprocess.run(given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run(1, 2) == run(2, 2)  # on a machine of one core, the same twice
+    assert run(2, 1) != run(2, 2)
 
 
 def test_the_generator_is_paddles():

@@ -257,6 +257,23 @@ def test_same_bits_when_started_by_hand(meet: str, launch: Launch, expected: dic
         check_same(expected, seen.told, "batch norm")
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_same_bits_however_vectors_travel(transport: str, launch: Launch, expected: dict[str, Any]) -> None:
+    for seen in launch(3, "one", name="bands", environ={"SAMESTEP_TRANSPORT": transport}).end():
+        assert seen.status == 0, seen
+        check_same(expected, seen.told, "bands")
+
+
+def test_shared_memory_that_one_process_refuses_ends_all(launch: Launch) -> None:
+    given = {f"rank {rank}": {"environ": {"SAMESTEP_TRANSPORT": how}} for rank, how in enumerate(("shared", "gloo"))}
+    message = (
+        "rank 0 cannot share memory with rank 1: processes that do must be on one host with Linux, of one user, and see each "
+        "other in /proc"
+    )
+    ranks = launch(2, "one", **given).end()
+    check_all(ranks, [("Invalid", message), ("ProcessFailed", f"rank 0 failed: Invalid: {message}")])
+
+
 def test_same_bits_in_a_script_that_has_its_own_process_group(launch: Launch, expected: dict[str, Any]) -> None:
     for seen in launch(2, "own group", "tcp", name="bands").end():
         assert seen.status == 0, seen
@@ -395,24 +412,29 @@ def test_a_fit_after_one_that_failed_everywhere(meet: str, launch: Launch, expec
         check_same(expected, seen.told)
 
 
-def test_a_killed_process_is_named(launch: Launch) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_a_killed_process_is_named(transport: str, launch: Launch) -> None:
     """All at once, as most of it is waiting."""
-    cases = {launch(3, "one", meet, **{f"rank {who}": {"befall": ["kill", 1, where]}}): who for who, meet, where in
-             [(0, "file", "before"), (2, "file", "after"), (1, "tcp", "middle"), (0, "tcp", "after")]}  # fmt: skip
+    cases: dict[Ranks, int] = {}
+    for who, meet, where in [(0, "file", "before"), (2, "file", "after"), (1, "tcp", "middle"), (0, "tcp", "after")]:
+        given = {"environ": {"SAMESTEP_TRANSPORT": transport}, f"rank {who}": {"befall": ["kill", 1, where]}}
+        cases[launch(3, "one", meet, **given)] = who
     for started, who in cases.items():
         ranks = started.end()
         assert ranks.pop(who).status == -signal.SIGKILL
         check_all(ranks, [("ProcessFailed", f"rank {who} is gone: it was killed, or its host was lost")] * 2)
 
 
-def test_a_process_that_hangs_is_named(launch: Launch) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_a_process_that_hangs_is_named(transport: str, launch: Launch) -> None:
+    environ = {"SAMESTEP_TRANSPORT": transport}
     cases: dict[Ranks, int] = {}
     for who, meet, accident in [
         (2, "file", {"befall": ["stop", 1, "middle"]}),
         (2, "file", {"befall between": 1}),  # rank 0 waits for rank 1, which waits for it
         (0, "tcp", {"befall": ["stop", 1, "after"]}),  # it holds what the others would tell each other by
     ]:
-        cases[launch(3, "one", meet, timeout=3, **{f"rank {who}": accident})] = who
+        cases[launch(3, "one", meet, timeout=3, environ=environ, **{f"rank {who}": accident})] = who
     for started, who in cases.items():
         message = f"rank {who} has not answered for 3 s: it hangs, or its host cannot be reached"
         check_all(started.end(besides=[who]), [("ProcessFailed", message)] * 2)
@@ -479,7 +501,7 @@ def test_a_folder_that_rank_0_may_not_use_is_refused_by_all(launch: Launch, tmp_
 
 def test_a_bad_transport_in_one_process_ends_all(launch: Launch) -> None:
     ranks = launch(2, "one", **{"rank 1": {"environ": {"SAMESTEP_TRANSPORT": "pigeons"}}}).end()
-    message = "SAMESTEP_TRANSPORT must be gloo or nccl, got 'pigeons'"
+    message = "SAMESTEP_TRANSPORT must be gloo, nccl or shared, got 'pigeons'"
     check_all(ranks, [("ProcessFailed", f"rank 1 failed: Invalid: {message}"), ("Invalid", message)])
 
 

@@ -36,7 +36,7 @@ from torch import nn
 import samestep as ss
 from samestep import checkpoint, draws
 from samestep.averaging import Averager
-from samestep.backends import torch_bits
+from samestep.backends import bits, torch_bits
 from samestep.backends.torch_optimizer import TorchUpdater
 from samestep.backends.torch_replica import TorchReplica
 from samestep.checkpoint import paths, read
@@ -496,14 +496,14 @@ def forgets_what_was_observed(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_the_step(patch: pytest.MonkeyPatch) -> None:
     """Draws its noise, and corrects the bias of Adam, as if it had just begun."""
-    restore, keys, before = Fit.restore, draws.keys, {"steps": 0}
+    restore, keys, before = Fit.restore, draws.keys_from, {"steps": 0}
 
     def remember(self: Fit, found: Any, log: Any) -> None:
         restore(self, found, log)
         before["steps"] = found.step
 
     patch.setattr(Fit, "restore", remember)
-    patch.setattr(draws, "keys", lambda seed, step, shards: keys(seed, step - before["steps"], shards))
+    patch.setattr(draws, "keys_from", lambda seed, step, shards: keys(seed, step - before["steps"], shards))
 
 
 def forgets_the_losses_of_half_an_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -614,8 +614,8 @@ def test_fingerprints_that_ignore_a_tensor_are_rejected(monkeypatch: pytest.Monk
         with pytest.raises(AssertionError, match=r"element 0 of norm\.running_mean does not count"):
             every_tensor_counts(of_a_step)
     with monkeypatch.context() as patch:  # all but the last weight
-        numbers = torch_bits.numbers
-        patch.setattr(torch_bits, "numbers", lambda vector: numbers(vector)[:-16])
+        of_vector = bits.bits
+        patch.setattr(bits, "bits", lambda vector: of_vector(vector[: -16 * 4]))
         with pytest.raises(AssertionError, match="does not count"):
             every_tensor_counts(of_a_step)
     every_tensor_counts(of_a_step)

@@ -6,6 +6,7 @@ processes. Nothing depends on how long anything takes, except that what never co
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samestep import exchange
+from samestep import exchange, sockets
 from samestep.devices import cpu
-from samestep.errors import ProcessFailed
+from samestep.errors import Invalid, ProcessFailed
+from samestep.memory import Memory
 from samestep.processes import Alone, Place
 from samestep.shards import Fold, cut, parts
 from samestep.sockets import OnHost, SocketWorld, join
@@ -185,9 +187,9 @@ def along_the_tree(add: Any, parts: list[Any]) -> Any:
     return add(along_the_tree(add, parts[:power]), along_the_tree(add, parts[power:]))
 
 
-def summed(threads: Threads, count: int, shards: list[Any], arithmetic: Any) -> list[Any]:
-    """The sum over all shards, on every one of so many processes."""
-    n, host = len(shards), Host()
+def summed(worlds: list[SocketWorld], threads: Threads, shards: list[Any], arithmetic: Any) -> list[Any]:
+    """The sum over all shards, on every process."""
+    n, count, host = len(shards), len(worlds), Host()
     shares = cut(n, count)
     held = [parts(lo, hi, n) for lo, hi in shares]
 
@@ -202,21 +204,41 @@ def summed(threads: Threads, count: int, shards: list[Any], arithmetic: Any) -> 
         assert memory.dtype == np.float32
         return exchange.across(world, arithmetic, dict(sorted(fold.parts.items())), held, n, memory)
 
-    return threads.each(work, threads.worlds(count))
+    return threads.each(work, worlds)
+
+
+@pytest.fixture(params=["sockets", "shared", "both"])
+def worlds_by(request: Any, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[SocketWorld]]:
+    """Makes the worlds of so many ranks, between which vectors travel in this way; with both, rank 1 is elsewhere."""
+
+    def make(count: int) -> list[SocketWorld]:
+        made = threads.worlds(count)
+        if request.param == "both":
+            monkeypatch.setattr(sockets, "Memory", lambda rank, *given: Memory(rank, *given[:2], rank != 1))
+        else:
+            monkeypatch.setenv("SAMESTEP_TRANSPORT", request.param)
+        threads.each(lambda world: world.prepare(), made)
+        sharing = {"sockets": set(), "shared": {0, 1, 2, 3}, "both": {0, 2, 3}}[request.param] & {*range(count)}
+        for world in made:
+            assert {*world._memory.peers} == (sharing - {world.rank} if world.rank in sharing else set())
+        return made
+
+    return make
 
 
 @pytest.mark.parametrize(("count", "chunk"), [(2, 1 << 21), (3, 7), (4, 100)])
 def test_the_framework_adds_along_the_tree(
-    count: int, chunk: int, threads: Threads, monkeypatch: pytest.MonkeyPatch
+    count: int, chunk: int, worlds_by: Any, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its own arithmetic, into memory that it knows nothing of; three or four processes share two shards as well."""
     monkeypatch.setattr(exchange, "CHUNK", chunk)
     host: Any = Host()
-    for n in (8, 2):
+    worlds = worlds_by(count)
+    for n in (8, 2, 8):
         shards = vectors(n, 300)
         expected = along_the_tree(host.add, shards)
         assert expected.tobytes() != along_the_tree(np.add, shards).tobytes(), "there is nothing to tell apart"
-        for total in summed(threads, count, shards, OnHost(host, cpu())):
+        for total in summed(worlds, threads, shards, OnHost(host, cpu())):
             assert total.tobytes() == expected.tobytes()
 
 
@@ -227,7 +249,7 @@ def test_a_twin_that_adds_with_numpy_is_rejected(threads: Threads) -> None:
 
     host: Any = Host()
     shards = vectors(8, 300)
-    for total in summed(threads, 2, shards, Twin(host, cpu())):
+    for total in summed(threads.worlds(2), threads, shards, Twin(host, cpu())):
         assert total.tobytes() == along_the_tree(np.add, shards).tobytes()
         assert total.tobytes() != along_the_tree(host.add, shards).tobytes()
 
@@ -243,9 +265,9 @@ def test_arithmetic_on_the_host_copies_what_the_next_step_would_change() -> None
 # Failures
 
 
-def test_a_failure_is_told_to_all_with_its_cause(threads: Threads) -> None:
+def test_a_failure_is_told_to_all_with_its_cause(worlds_by: Any, threads: Threads) -> None:
     """Whatever they wait for: rank 0 for what rank 1 says, rank 2 for a vector of rank 0."""
-    worlds = threads.worlds(3)
+    worlds = worlds_by(3)
 
     def work(world: SocketWorld) -> Any:
         try:
@@ -297,9 +319,11 @@ def test_one_that_leaves_when_it_has_said_all_disturbs_nobody(threads: Threads) 
     assert messages(threads.each(lambda w: w.collect(b""), worlds[:1])) == [GONE.format(1)]
 
 
-def test_who_hangs_is_found_at_the_end_of_the_chain(threads: Threads) -> None:
+def test_who_hangs_is_found_at_the_end_of_the_chain(worlds_by: Any, threads: Threads) -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which does something else for ever."""
-    worlds = threads.worlds(3, timeout=0.5)
+    worlds = worlds_by(3)
+    for world in worlds:
+        world.timeout = 0.5
 
     def work(world: SocketWorld) -> None:
         _, arriving = world.swap([], [(world.rank + 1, np.zeros(5))])
@@ -309,9 +333,10 @@ def test_who_hangs_is_found_at_the_end_of_the_chain(threads: Threads) -> None:
 
 
 def test_a_twin_that_names_whom_it_waited_for_is_rejected(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = threads.worlds(3)
     monkeypatch.setattr(SocketWorld, "_take", lambda *_: (_ for _ in ()).throw(TimeoutError))  # nobody is asked
     with pytest.raises(AssertionError):
-        test_who_hangs_is_found_at_the_end_of_the_chain(threads)
+        test_who_hangs_is_found_at_the_end_of_the_chain(lambda count: worlds, threads)
 
 
 def test_two_that_wait_for_each_other_name_each_other(threads: Threads) -> None:
@@ -332,16 +357,17 @@ from samestep.sockets import SocketWorld
 
 rank, size, meet, timeout, what, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), *sys.argv[5:]
 world = SocketWorld(np.asarray, Place(rank, size, rank, size, meet), 60)
+world.prepare()
 others = [q for q in range(size) if q != rank]
 big = np.zeros(4_000_000)
 try:
     world.collect(b"")
     world.timeout = timeout  # not before all are there
     if rank == 1 and what in ("SIGKILL", "SIGSTOP"):
-        world.swap([(q, big) for q in others], [])  # on its way
+        world.swap([(others[0], big)], [])  # on its way; another will wait for it in vain
         os.kill(os.getpid(), getattr(signal, what))
     if rank == 1 and what == "error":
-        world.swap([(q, big) for q in others], [])
+        world.swap([(others[0], big)], [])
         raise ValueError("boom")
     leaving, arriving = world.swap([(q, big) for q in others], [(q, np.empty_like(big)) for q in others])
     world.wait(arriving)
@@ -356,10 +382,13 @@ with open(f"{folder}/{rank}", "w") as file:
 """
 
 
-def run(count: int, meet: str, timeout: float, what: str, folder: Path) -> list[tuple[int, str]]:
+def run(count: int, meet: str, timeout: float, what: str, transport: str, folder: Path) -> list[tuple[int, str]]:
     """Exit status and last words of processes; of one that is stopped, nothing is awaited."""
     running = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, *map(str, (rank, count, meet, timeout, what, folder))])
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *map(str, (rank, count, meet, timeout, what, folder))],
+            env={**os.environ, "SAMESTEP_TRANSPORT": transport},
+        )
         for rank in range(count)
     ]
     try:
@@ -386,8 +415,11 @@ def run(count: int, meet: str, timeout: float, what: str, folder: Path) -> list[
         ("SIGSTOP", [LATE.format(1, 3), "", LATE.format(1, 3)]),
     ],
 )
-def test_processes_end_with_the_name_of_the_one_that_failed(what: str, words: list[str], tmp_path: Path) -> None:
-    ended = run(3, f"file://{tmp_path}/meet", 3 if what == "SIGSTOP" else DEADLINE, what, tmp_path)
+@pytest.mark.parametrize("transport", ["sockets", "shared"])
+def test_processes_end_with_the_name_of_the_one_that_failed(
+    transport: str, what: str, words: list[str], tmp_path: Path
+) -> None:
+    ended = run(3, f"file://{tmp_path}/meet", 3 if what == "SIGSTOP" else DEADLINE, what, transport, tmp_path)
     assert [said for _, said in ended] == words
     status = {"SIGKILL": -signal.SIGKILL, "SIGSTOP": None}.get(what, 0)
     assert [code for code, _ in ended] == [0, status, 0]
@@ -428,6 +460,13 @@ def test_a_world_is_joined_once_until_it_fails_and_then_anew(way: str, tmp_path:
     assert [process.wait(DEADLINE) for process in running] == [0, 0]
     words = "rank 1 failed: ValueError: boom, [b'\\x00', b'\\x01']"
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [words] * 2
+
+
+def test_a_transport_that_is_none(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMESTEP_TRANSPORT", "gloo")
+    [error, _] = threads.each(lambda world: world.prepare(), threads.worlds(2))
+    assert isinstance(error, Invalid)
+    assert str(error) == "SAMESTEP_TRANSPORT must be sockets or shared, got 'gloo'"
 
 
 def test_one_process_is_alone() -> None:

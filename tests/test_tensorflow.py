@@ -1,6 +1,7 @@
 """The TensorFlow backend: gradients against float64, the forms a model can come in, noise, threads, Keras's optimizers."""
 
 import doctest
+import functools
 import os
 import subprocess
 import sys
@@ -690,21 +691,20 @@ from conformance import suite
 from samestep.backends.tensorflow import backend
 import tensorflow as tf
 
-for name in suite.MODELS:
-    if name != "mlp_with_dropout":
-        model, data = getattr(suite.zoo, name)(), suite.data(name, 20).train
-        backend.probe(model, None, data.x[:1], data.y[:1])
-        replica = backend.replica(model, None, ss.cpu(), 2)
-        compiled = replica.gradient(data.x, data.y, 1, 1)
-        eager = replica.program.gradient(tf.constant(data.x), tf.constant(data.y), tf.constant(1)).numpy()
-        assert compiled[: len(replica.parameters)].any()
-        print(name, compiled.tobytes() == eager.tobytes())
+for name in sys.argv[1:]:
+    model, data = getattr(suite.zoo, name)(), suite.data(name, 20).train
+    backend.probe(model, None, data.x[:1], data.y[:1])
+    replica = backend.replica(model, None, ss.cpu(), 2)
+    compiled = replica.gradient(data.x, data.y, 1, 1)
+    eager = replica.program.gradient(tf.constant(data.x), tf.constant(data.y), tf.constant(1)).numpy()
+    assert compiled[: len(replica.parameters)].any()
+    print(name, compiled.tobytes() == eager.tobytes())
 """
 
 
-def eager(threads):
+def eager(threads, *names):
     env = os.environ | {"TF_NUM_INTRAOP_THREADS": threads}
-    done = subprocess.run([sys.executable, "-c", EAGER], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", EAGER, *names], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())
 
@@ -714,8 +714,10 @@ def test_the_compiled_step_has_the_bits_of_the_eager_one():
 
     Noise is not compared: in a compiled step it comes from the shard's key, and eagerly from a state that goes on.
     """
-    assert eager("1") == dict.fromkeys(["lenet", "lenet_modern", "resnet_with_batch_norm", "embedding"], "True")
-    assert eager("2")["lenet_modern"] == "False"  # with other threads it is otherwise, so there is something to compare
+    names = "lenet", "lenet_modern", "resnet_with_batch_norm", "embedding"
+    assert eager("1", *names) == dict.fromkeys(names, "True")
+    # with other threads it is otherwise, so there is something to compare
+    assert eager("2", "lenet_modern") == {"lenet_modern": "False"}
 
 
 # Memory
@@ -734,6 +736,7 @@ print(ss.Trainer(max_epochs=1, devices=2, progress=False).fit(lenet(), (x, y)).f
 """
 
 
+@functools.cache
 def script(threads, before=""):
     env = os.environ | {"TF_NUM_INTRAOP_THREADS": threads}
     env.pop("TF_OVERRIDE_GLOBAL_THREADPOOL", None)
@@ -743,7 +746,7 @@ def script(threads, before=""):
 
 def test_the_pool_of_tensorflow_has_no_way_in():
     """In processes of their own: TensorFlow makes its pool of threads once, by the number of cores or by this variable."""
-    done = [script(threads) for threads in ("1", "2", "16")]
+    done = [script(threads) for threads in ("1", "16")]
     assert not any(run.returncode for run in done), done[0].stderr
     assert len({run.stdout for run in done}) == 1
 

@@ -26,7 +26,8 @@ def made(framework: str, name: str):
 
 
 def trainer(**settings) -> ss.Trainer:
-    return ss.Trainer(max_epochs=2, batch_size=25, schedule=0.05, devices="cpu", progress=False, **settings)
+    """Shards of one size, as JAX compiles for each."""
+    return ss.Trainer(max_epochs=2, batch_size=24, schedule=0.05, devices="cpu", progress=False, **settings)
 
 
 def train(framework: str, name: str, data: ss.Data, folder: Path) -> Path:

@@ -71,6 +71,7 @@ def across(
     total, rooms = mine[0] if mine else memory, {} if rooms is None else rooms
     others = [(world.rank + i) % world.size for i in range(1, world.size)]  # so that not all begin with the same one
     spans = [(q, span) for q in others for span in held[q]]
+    gathered: deque[Any] = deque()  # sums of others
     ends: list[Any] = []  # need not be waited for earlier: a sum that comes back tells that the parts have arrived
 
     def begin(i: int) -> tuple[list[Span], dict[Span, Vector], Any, Any]:
@@ -89,8 +90,8 @@ def across(
         sums = world.expect([(q, total[slice(*slices[q])]) for q in others if slices[q][0] < slices[q][1]])
         return slices, {span: part for _, span, part in incoming}, arriving, sums
 
-    def finish(slices: list[Span], incoming: dict[Span, Vector], arriving: Any, sums: Any) -> None:
-        """Sum our slice of a chunk, and hand it to all."""
+    def finish(slices: list[Span], incoming: dict[Span, Vector], arriving: Any, sums: Any) -> Any:
+        """Sum our slice of a chunk, and hand it to all; theirs are to be waited for."""
         world.wait(arriving)
         lo, hi = slices[world.rank]
         own = total[lo:hi]
@@ -107,15 +108,19 @@ def across(
                 fold.add(span, part)
             if fold.total() is not own:
                 backend.assign(own, fold.total())
-        ends.extend(world.swap([(q, own) for q in others if lo < hi], sums))
+        leaving, theirs = world.swap([(q, own) for q in others if lo < hi], sums)
+        ends.append(leaving)
+        return theirs
 
     chunks = [(a, min(a + CHUNK * world.size, len(total))) for a in range(0, len(total), CHUNK * world.size)]
     begun = deque(begin(i) for i in range(min(AHEAD, len(chunks))))
     for i in range(len(chunks)):
-        finish(*begun.popleft())
+        gathered.append(finish(*begun.popleft()))
+        if len(gathered) > AHEAD:  # not in the end: more and more would lie in the memory of those who share it with us
+            world.wait(gathered.popleft())
         if i + AHEAD < len(chunks):
             begun.append(begin(i + AHEAD))
-    for works in ends:
+    for works in [*gathered, *ends]:
         world.wait(works)
     return total
 

@@ -192,17 +192,20 @@ class Fit:
         rates = self.rates.epoch(epoch)
         order = draws.order(trainer.seed, epoch, len(self.data.train), trainer.sampling)
         mine = [
-            batch[shard] for batch in self.batches[start:] for share in self.group.mine(len(batch)) for shard in share
+            batch[shard]
+            for batch in self.batches[start:]
+            for share in self.group.plan(len(batch))[0]
+            for shard in share
         ]
         pass_ = self.feed.start(order, mine)
+        keys = draws.keys_from(trainer.seed, self.step, trainer.shards)
         pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet looked at, on the device
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
             vote = self.world.vote(self.signals.asked)
-            keys = draws.keys(trainer.seed, self.step, trainer.shards)
             if self.averager:
                 self.averager.before(self.step, rates[i])
-            numbers = self.group.step(pass_, spans, keys, rates[i], self.step)
+            numbers = self.group.step(pass_, spans, next(keys), rates[i], self.step)
             self.step += 1
             if self.averager:
                 self.averager.after(self.step)
@@ -253,8 +256,9 @@ class Fit:
     def look(self, pending: list[tuple[Any, Any]], epoch: int, start: int, rates: list[float]) -> np.ndarray[Any, Any]:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
         backend, shards = self.backend, self.trainer.shards
-        numbers = backend.get(backend.concat([numbers for numbers, _ in pending]))
-        prints = backend.get(backend.concat([print_ for _, print_ in pending])).view(np.uint64)
+        fetch = getattr(backend, "fetch", lambda vectors: backend.get(backend.concat(vectors)))
+        numbers = fetch([numbers for numbers, _ in pending])
+        prints = fetch([print_ for _, print_ in pending]).view(np.uint64)
         table = np.asarray(numbers, np.float64).reshape(-1, 2, shards)
         first = epoch * len(self.batches) + start
         if not np.isfinite(table).all():
@@ -336,7 +340,7 @@ def evaluate(trainer: Trainer, group: Group, feed: Feed, shape: Shape) -> tuple[
     n = len(feed.examples)
     spans = [span for batch in cut_pass(n, trainer.batch_size, trainer.shards) for span in batch]
     keys = draws.evaluation_keys(trainer.seed, len(spans))
-    mine = [spans[shard] for share in group.mine(len(spans)) for shard in share]
+    mine = [spans[shard] for share in group.plan(len(spans))[0] for shard in share]
     table = group.evaluate(feed.start(np.arange(n), mine), spans, keys)
     accuracy = None if shape.classes is None else float(table[:, 1].sum()) / n
     return tree_sum(table[:, 0].tolist()) / n, accuracy

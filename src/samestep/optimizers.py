@@ -2,7 +2,8 @@
 
 An optimizer is a frozen value. `slots` names the flat vectors it keeps beside the weights (all start at zero); `update`
 returns new weights and new slots from the weights x, the gradient g, the slots, the rate and t, the number of updates already
-made. Only +, -, *, / and square roots, element by element: neither threads nor slices can change a bit.
+made. A Descent says in `change` what is taken from the weights, so that it can be taken in place. Only +, -, *, / and square
+roots, element by element: neither threads nor slices can change a bit.
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Quiet:
+class Descent:
+    """An optimizer without noise: the weights less a change."""
+
     @property
     def noisy(self) -> bool:
         return False
 
+    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
+        raise NotImplementedError
+
+    def update(
+        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
+    ) -> tuple[Vector, State]:
+        change, state = self.change(x, g, state, lr, t)
+        return x - change, state
+
 
 @dataclass(frozen=True)
-class SGD(_Quiet):
+class SGD(Descent):
     """Stochastic gradient descent; see `sgd`."""
 
     momentum: float = 0.0
@@ -50,20 +62,18 @@ class SGD(_Quiet):
     def slots(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
-    def update(
-        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
-    ) -> tuple[Vector, State]:
+    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
         if self.weight_decay:
             g = g + x * self.weight_decay
         if not self.momentum:
-            return x - g * lr, state
+            return g * lr, state
         v = state["velocity"] * self.momentum + g
         direction = g + v * self.momentum if self.nesterov else v
-        return x - direction * lr, {"velocity": v}
+        return direction * lr, {"velocity": v}
 
 
 @dataclass(frozen=True)
-class AdaGrad(_Quiet):
+class AdaGrad(Descent):
     """AdaGrad; see `adagrad`."""
 
     eps: float = 1e-10
@@ -72,15 +82,13 @@ class AdaGrad(_Quiet):
     def slots(self) -> tuple[str, ...]:
         return ("squares",)
 
-    def update(
-        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
-    ) -> tuple[Vector, State]:
+    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
         s = state["squares"] + g * g
-        return x - g / (s**0.5 + self.eps) * lr, {"squares": s}
+        return g / (s**0.5 + self.eps) * lr, {"squares": s}
 
 
 @dataclass(frozen=True)
-class Adam(_Quiet):
+class Adam(Descent):
     """Adam and AdamW; see `adam` and `adamw`."""
 
     beta1: float = 0.9
@@ -93,9 +101,7 @@ class Adam(_Quiet):
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 
-    def update(
-        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
-    ) -> tuple[Vector, State]:
+    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
         if self.weight_decay and not self.decoupled:
             g = g + x * self.weight_decay
         m = state["mean"] * self.beta1 + g * (1 - self.beta1)
@@ -104,7 +110,7 @@ class Adam(_Quiet):
         direction = (m / (1 - self.beta1 ** (t + 1))) / ((v / (1 - self.beta2 ** (t + 1))) ** 0.5 + self.eps)
         if self.weight_decay and self.decoupled:
             direction = direction + x * self.weight_decay
-        return x - direction * lr, {"mean": m, "square": v}
+        return direction * lr, {"mean": m, "square": v}
 
 
 @dataclass(frozen=True)

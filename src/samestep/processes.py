@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from samestep.errors import Invalid
 
+TRANSPORT = "SAMESTEP_TRANSPORT"  # how vectors travel, to overrule the choice: shared; gloo, nccl (PyTorch); sockets
 MEET = "SAMESTEP_MEET"  # where the processes that samestep itself started meet: a file
 
 

@@ -1,12 +1,14 @@
 """Several processes over TCP sockets, with the standard library and NumPy: for frameworks that have no sends and receives.
 
-Vectors go by a connection of their own, straight into the memory where they are wanted. The rest goes by another, to which
-a thread always listens: when a process fails, it says why there, and when it is killed, the connection ends. Nothing is added
-here: the framework does that (OnHost), as its additions may differ from NumPy's in numbers too small to be normal.
+Vectors go through memory where processes share it (memory.py), else by a connection of their own, straight into the memory
+where they are wanted. The rest goes by another, to which a thread always listens: when a process fails, it says why there, and
+when it is killed, the connection ends. Nothing is added here: the framework does that (OnHost), as its additions may differ
+from NumPy's in numbers too small to be normal.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.errors import ProcessFailed
+from samestep.errors import Invalid, ProcessFailed
 from samestep.meeting import PATIENCE, Links, Meeting, connect, exactly, gone
-from samestep.processes import Alone, Place, World
+from samestep.memory import Arrival, Memory
+from samestep.processes import TRANSPORT, Alone, Place, World
 
 if TYPE_CHECKING:
     from samestep.backends import Backend, Vector
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 HEADER = struct.Struct("<cQQ")  # what it is, its number, and how many bytes follow
 SMALL = 1 << 16  # bytes that are cheaper copied than sent apart from their header
 DATA, CAUSE, ASK, ANSWER = b"d", b"c", b"?", b"!"
-Works = list[tuple[int, Future[Any]]]
+Works = list[tuple[int, Future[Any] | Arrival]]
 Get = Callable[[Any], np.ndarray[Any, Any]]
 Told = tuple[bytes, int, Works]  # what this process says to all, under which number
 
@@ -48,6 +51,11 @@ def join(get: Get, place: Place, timeout: float, meeting: Meeting | None = None)
     if _joined is None or _joined.broken:
         _joined = SocketWorld(get, place, timeout, meeting)
     _joined.get, _joined.timeout = get, timeout
+    try:
+        _joined.prepare()
+    except BaseException as error:
+        _joined.fail(error)
+        raise
     return _joined
 
 
@@ -101,6 +109,7 @@ class SocketWorld:
         self._numbers = dict.fromkeys(("talk", "vector", "ask"), 0)
         self._inbox: dict[tuple[int, bytes, int], Future[bytes]] = {}
         self._awaited: dict[int, int] = {}  # by thread: whom it waits for
+        self._memory = Memory(0, 1, lambda content: [content], wanted=False)  # shared with nobody yet
         links: Links = {}
         try:
             connect(place, timeout, links, meeting)
@@ -115,15 +124,31 @@ class SocketWorld:
         for rank in self._peers:
             threading.Thread(target=self._listen, args=(rank,), name=f"samestep-listen-{rank}", daemon=True).start()
 
+    def prepare(self) -> None:
+        """Choose how vectors travel: through shared memory where that can be, else by TCP."""
+        wanted = os.environ.get(TRANSPORT, "")
+        if wanted not in ("", "sockets", "shared"):
+            raise Invalid(f"{TRANSPORT} must be sockets or shared, got {wanted!r}")
+        self._memory.close()
+        self._memory = Memory(self.rank, self.size, self.collect, wanted != "sockets")
+        if wanted == "shared":
+            self._memory.check(self.size)
+
     # Vectors
 
     def swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> tuple[Works, Works]:
         number, leaving, arriving = self._next("vector"), Works(), Works()
+        shared = self._memory.peers
         for rank, memory in receives:
-            arriving.append((rank, self._peers[rank].receiving.submit(self._receive, rank, number, memory)))
+            if rank in shared:
+                arriving.append((rank, Arrival(self._memory, rank, number, memory.view(np.uint8))))
+            else:
+                arriving.append((rank, self._peers[rank].receiving.submit(self._receive, rank, number, memory)))
+        self._memory.hand(number, [(rank, vector.view(np.uint8)) for rank, vector in sends if rank in shared])
         for rank, vector in sends:
-            peer = self._peers[rank]
-            leaving.append((rank, peer.sending.submit(_send, peer.vector, DATA, number, vector.view(np.uint8))))
+            if rank not in shared:
+                peer = self._peers[rank]
+                leaving.append((rank, peer.sending.submit(_send, peer.vector, DATA, number, vector.view(np.uint8))))
         return leaving, arriving
 
     def expect(self, receives: Sequence[tuple[int, Any]]) -> Sequence[tuple[int, Any]]:
@@ -216,6 +241,7 @@ class SocketWorld:
 
     def fail(self, error: BaseException) -> None:
         self.broken = True
+        self._memory.close()
         for rank, peer in self._peers.items():
             self._lose(rank, self._said(error))
             with suppress(OSError):
@@ -240,7 +266,7 @@ class SocketWorld:
                 if who == rank and not said.done():
                     said.set_exception(EOFError())
 
-    def _await(self, rank: int, work: Future[Any]) -> Any:
+    def _await(self, rank: int, work: Future[Any] | Arrival) -> Any:
         """What a work gives, which another process has a part in."""
         thread = threading.get_ident()
         self._awaited[thread] = rank

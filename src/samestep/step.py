@@ -8,7 +8,7 @@ x     = optimizer(x, G / B, lr)      the same on every replica
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -21,93 +21,18 @@ from samestep import draws
 from samestep.checkpoint import pack, unpack
 from samestep.errors import Invalid
 from samestep.exchange import across, exchange
-from samestep.optimizers import SGD, AdaGrad, Adam
 from samestep.processes import Alone, World
 from samestep.shards import Fold, Span, cut, parts
 from samestep.sockets import OnHost
+from samestep.updating import FlatUpdater, compiled, mean
 
 if TYPE_CHECKING:
     from samestep.backends import Backend, Replica, Vector
     from samestep.data import Pass
-    from samestep.optimizers import Optimizer
-
-
-def compiled(backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled where the backend wants that (Backend.compiled)."""
-    made: Callable[..., Any] = getattr(backend, "compiled", lambda function: function)(function)
-    return made
-
-
-def mean(about: Any, total: Vector, examples: int) -> Vector:
-    """The gradient of the mean loss from the sum over all shards, clipped."""
-    backend, size, limit = about
-    gradient = total[:size] / examples
-    return backend.clip(gradient, limit) if limit else gradient
-
-
-def update(about: Any, x: Vector, state: Any, total: Vector, examples: int, lr: float, t: int, z: Vector) -> Any:
-    *how, optimizer = about
-    return optimizer.update(x, mean(how, total, examples), state, lr, t, z)
-
-
-BLOCK = 1 << 15  # numbers: what is computed of them on the way to an update stays in a core's cache
-
-
-def update_in_place(
-    optimizer: Optimizer, x: NDArray[Any], state: Any, total: NDArray[Any], examples: int, lr: float, t: int
-) -> None:
-    """`update` in the vectors' own memory, block by block: every number is computed for itself, so no bit changes."""
-    for lo in range(0, len(x), BLOCK):
-        part = slice(lo, min(lo + BLOCK, len(x)))
-        slots = {name: slot[part] for name, slot in state.items()}
-        x[part], slots = optimizer.update(x[part], total[part] / examples, slots, lr, t, None)
-        for name, slot in slots.items():
-            state[name][part] = slot
 
 
 def tail(size: int, total: Vector) -> Vector:
     return total[-size:]
-
-
-class FlatUpdater:
-    """One of samestep's optimizers at work on one replica."""
-
-    def __init__(self, optimizer: Optimizer, replica: Replica, backend: Backend, clip: float) -> None:
-        self.optimizer, self.replica = optimizer, replica
-        self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}
-        self._about = backend, len(replica.parameters), clip, optimizer
-        plain = type(optimizer) in (SGD, AdaGrad, Adam)  # others may look at t and the rate, which compiling forbids
-        self._update = compiled(backend, update) if plain else update
-        # of a framework that lets NumPy work in the memory of its vectors
-        self._in_memory = getattr(backend, "in_memory", None) if plain and replica.device.kind == "cpu" else None
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
-
-    def rate(self) -> None:
-        return None
-
-    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
-        """Make the update, from the sum over all shards."""
-        x, (*how, optimizer), numpy = self.replica.parameters, self._about, self._in_memory
-        if numpy:
-            if how[-1]:
-                total, examples = mean(how, total, examples), 1
-            state = {name: numpy(slot) for name, slot in self.state.items()}
-            update_in_place(optimizer, numpy(x), state, numpy(total), examples, lr, t)
-            self.replica.assign(x)
-        else:
-            parameters, self.state = self._update(self._about, x, self.state, total, examples, lr, t, z)
-            self.replica.assign(parameters)
-
-    def tensors(self) -> dict[str, NDArray[Any]]:
-        named = {slot: self.replica.named(vector) for slot, vector in self.state.items()}
-        return {f"{slot}:{name}": tensor for slot, tensors in named.items() for name, tensor in tensors.items()}
-
-    def load(self, tensors: dict[str, NDArray[Any]]) -> None:
-        for slot in self.state:
-            mine = {name.partition(":")[2]: t for name, t in tensors.items() if name.startswith(f"{slot}:")}
-            self.state[slot] = self.replica.flat(mine)
 
 
 class Group:
@@ -137,6 +62,7 @@ class Group:
         self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
         self.noisy = bool(getattr(optimizer, "noisy", False))
         self.rooms: dict[int, Vector] = {}  # memory of the exchange between processes
+        self._plans: dict[int, tuple[list[range], list[list[Span]]]] = {}
 
     @cached_property
     def memory(self) -> Vector:
@@ -149,9 +75,13 @@ class Group:
         on_host = isinstance(self.memory, np.ndarray)
         return OnHost(self.backend, self.replicas[0].device) if on_host else self.backend
 
-    def mine(self, n: int) -> list[range]:
-        """Which of n shards each replica of this process computes."""
-        return [range(lo, hi) for lo, hi in cut(n, self.size)[slice(*self.processes[self.world.rank])]]
+    def plan(self, n: int) -> tuple[list[range], list[list[Span]]]:
+        """Which of n shards each replica of this process computes, and which parts of their sum each process will hold."""
+        if n not in self._plans:
+            share = cut(n, self.size)
+            mine = [range(lo, hi) for lo, hi in share[slice(*self.processes[self.world.rank])]]
+            self._plans[n] = mine, [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in self.processes]
+        return self._plans[n]
 
     def follow(self) -> None:
         """Take the weights that rank 0 has."""
@@ -165,15 +95,25 @@ class Group:
         """Made when they are first asked for: an evaluation needs none, and may be of another model than the optimizer's."""
         flat = hasattr(self.optimizer, "slots")
         return [
-            FlatUpdater(self.optimizer, r, self.backend, self.clip) if flat else self.backend.updater(self.optimizer, r)
+            FlatUpdater(self.optimizer, r, self.backend, self.clip, alone=len(self.replicas) == 1)
+            if flat
+            else self.backend.updater(self.optimizer, r)
             for r in self.replicas
         ]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether a step is one shard, all of whose step one replica can make in one go."""
+        return self.shards == 1 and bool(getattr(self.updaters[0], "whole", False))
 
     def step(self, pass_: Pass, spans: Sequence[Span], keys: Sequence[int], lr: float, t: int) -> Vector:
         """Make the update after t updates, from the shards of one batch.
 
         Returns [loss of each shard | hits of each shard], on a device.
         """
+        if self.whole:
+            (numbers,) = self.backend.map([partial(self.updaters[0].step, pass_, spans[0], keys[0], lr, t)])
+            return numbers
         n, examples = len(spans), spans[-1][1] - spans[0][0]
         step = Step(self, n)
 
@@ -219,7 +159,7 @@ class Group:
         if isinstance(updater, FlatUpdater):
             updater.follow(total, examples, lr, t, z)
         else:
-            about = self.backend, len(replica.parameters), self.clip
+            about = self.backend, len(replica.parameters), self.clip, False
             updater(compiled(self.backend, mean)(about, total, examples), lr, t, z)
         replica.advance(total, examples)
 
@@ -238,7 +178,7 @@ class Group:
             x, y = pass_.shard(spans[shard], replica.device)
             return replica.evaluate(x, y, keys[shard])
 
-        shares = zip(self.replicas, self.mine(len(spans)), strict=True)
+        shares = zip(self.replicas, self.plan(len(spans))[0], strict=True)
         tasks = [partial(compute, replica, shard) for replica, shards in shares for shard in shards]
         rows, home = self.backend.map(tasks), self.replicas[0].device
         table: Any = (
@@ -271,8 +211,7 @@ class Step:
         self.group, self.n = group, n
         first = group.replicas[0]
         self.bands = first.bands if group.world.size > 1 else [(0, first.size)]
-        self.shards, share = group.mine(n), cut(n, group.size)
-        self.held = [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in group.processes]
+        self.shards, self.held = group.plan(n)
         self.folds: list[list[Fold[Vector]]] = [[Fold(n, group.backend.add) for _ in self.bands] for _ in self.shards]
         self._missing = [sum(map(len, self.shards))] * len(self.bands)
         self._ready = [threading.Event() for _ in self.bands]

@@ -120,7 +120,7 @@ def schedule_advanced_per_device(monkeypatch):
         (dropped_shard, "lenet_modern"),
         (shared_storage, "lenet_modern"),
         (dropout_keyed_by_device, "mlp_with_dropout"),
-        (one_shard_per_device, "resnet_with_batch_norm"),
+        (one_shard_per_device, suite.NORMED),
         (schedule_advanced_per_device, "embedding"),
     ],
 )

@@ -8,7 +8,7 @@ from samestep import backends
 from samestep.data import Pass
 
 RANDOM = np.random.default_rng(0)
-X, Y = RANDOM.random((40, 1, 28, 28), dtype=np.float32), RANDOM.integers(0, 10, 40)
+X, Y = RANDOM.random((32, 1, 28, 28), dtype=np.float32), RANDOM.integers(0, 10, 32)
 
 
 def put_and_gathered(devices, monkeypatch):

@@ -9,8 +9,11 @@ from samestep.step import Group
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
 
 
-@pytest.mark.parametrize("batches", suite.BATCHES)
-@pytest.mark.parametrize("model", suite.MODELS)
+CASES = [(model, batches) for model in suite.MODELS for batches in suite.BATCHES]
+CASES += [("resnet_with_batch_norm", "5 and a last 2")] * suite.COMPILES
+
+
+@pytest.mark.parametrize(("model", "batches"), CASES)
 @pytest.mark.parametrize("kind", ["cpu", GPU])
 def test_same_bits_on_any_number_of_devices(kind, model, batches):
     n, batch_size = suite.BATCHES[batches]
@@ -34,7 +37,7 @@ def stop_after(patch, steps):
     patch.setattr(Group, "step", fail)
 
 
-@pytest.mark.parametrize("model", ["embedding", "mlp_with_dropout", "resnet_with_batch_norm"])
+@pytest.mark.parametrize("model", ["embedding", "mlp_with_dropout", suite.NORMED])
 @pytest.mark.parametrize("kind", ["cpu", GPU])
 def test_same_bits_when_stopped_and_resumed_on_another_number_of_devices(kind, model, tmp_path):
     """Stopped after the first of four steps on two devices, in the second epoch on three, and finished on one."""
@@ -60,7 +63,7 @@ def test_shards_seed_and_batch_size_do_change_the_bits():
     for change in (
         {"shards": 4},
         {"seed": 1},
-        {"batch_size": 251},
+        {"batch_size": suite.LARGE[1] + 1},
         {"schedule": 0.05},
         {"sampling": "with_replacement"},
     ):
@@ -73,6 +76,6 @@ def test_two_threads_per_shard_are_the_same_on_any_number_of_devices():
 
 @pytest.mark.parametrize("cores", [1, 5])
 def test_the_number_of_cores_has_no_way_in(cores, monkeypatch):
-    here = suite.fit("resnet_with_batch_norm", 2)
+    here = suite.fit(suite.NORMED, 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    suite.same(here, suite.fit("resnet_with_batch_norm", 2))
+    suite.same(here, suite.fit(suite.NORMED, 2))

@@ -1,6 +1,9 @@
 """The models of the conformance suite in JAX, small enough for many fits."""
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from samestep.backends.jax_replica import JaxReplica as Replica  # noqa: F401
 from samestep.models import jax as models
@@ -20,6 +23,24 @@ def mlp_with_dropout():
 
 def resnet_with_batch_norm():
     return models.resnet18(width=4)
+
+
+def small(w, state, x, key, train):
+    """Convolution, batch norm, dropout and a dense layer."""
+    x = jax.lax.conv_general_dilated(x, w["filters"], (4, 4), "VALID")
+    here = {"mean": x.mean((0, 2, 3)), "variance": x.var((0, 2, 3))}
+    mean, variance = (here if train else state).values()
+    x = jax.nn.relu((x - mean[:, None, None]) / jnp.sqrt(variance + 1e-5)[:, None, None]).reshape(len(x), -1)
+    if train:
+        x = jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0)
+        state = {name: 0.9 * state[name] + 0.1 * here[name] for name in here}
+    return x @ w["dense"], state
+
+
+def small_with_batch_norm():
+    draw = np.random.default_rng(0).standard_normal
+    weights = {"filters": draw((4, 1, 5, 5), np.float32) / 5, "dense": draw((144, 10), np.float32) / 12}
+    return models.Pair(small, weights, {"mean": jnp.zeros(4), "variance": jnp.ones(4)})
 
 
 class Words(nn.Module):

@@ -22,6 +22,16 @@ def resnet_with_batch_norm():
     return models.resnet18(width=4)
 
 
+def small_with_batch_norm():
+    """Convolution, batch norm, dropout and a dense layer."""
+    layers, (one, two) = keras.layers, (keras.initializers.GlorotUniform(seed) for seed in (1, 2))
+    return keras.Sequential([
+        keras.Input((1, 28, 28)), layers.Permute((2, 3, 1)), layers.Conv2D(4, 5, 4, kernel_initializer=one),
+        layers.BatchNormalization(), layers.ReLU(), layers.Dropout(0.3), layers.Flatten(),
+        layers.Dense(10, kernel_initializer=two),
+    ])  # fmt: skip
+
+
 class Words(keras.Model):
     """An embedding, averaged: its gradient is a scatter-add. Its weights are made from the first example."""
 

@@ -62,7 +62,8 @@ class Replica(Protocol):
     """One whole copy of the model on one device.
 
     One that is `looped` is asked for all its shards at once, where their examples are on the device: gradients(pass_, spans,
-    keys, shards) gives the parts of these shards (JAX on GPUs).
+    keys, shards) gives the parts of these shards (JAX on GPUs). One with whole(pass_, span, key, optimizer, slots, lr, t) makes
+    a step of one shard in one go, if in_one_go(optimizer) says so, and returns [loss, hits] and the slots.
     """
 
     device: Device
@@ -136,7 +137,8 @@ class Backend(Protocol):
 
     It may offer more. compiled(function): a function of a constant, vectors and Python's numbers, compiled; numbers must reach
     the vectors as they would without. index(order, device): what slices of the order of examples are taken from, for `take`.
-    in_memory(vector): a vector on the CPU as NumPy, without a copy, to be updated there.
+    in_memory(vector): a vector on the CPU as NumPy, without a copy, to be updated there. fetch(vectors): `get` of their
+    `concat`.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,11 +61,16 @@ class LinenForm:
 
     def init(self, x: Array) -> dict[str, Any]:
         """The variables drawn from seed 0."""
-        make = jax.jit(lambda x: self.module.init(streams(jax.random.key(0)), x, **self.options(False)))
-        return dict(make(x))
+        return dict(drawn(self, x))
 
     def model(self, params: Any, state: Any) -> nn.Module:
         return self.module.bind({"params": params, **state})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def drawn(form: LinenForm, x: Array) -> Any:
+    """Compiled once for a module: the next fit of it finds this."""
+    return form.module.init(streams(jax.random.key(0)), x, **form.options(False))
 
 
 def streams(key: Key) -> dict[str, Key]:

@@ -1,4 +1,5 @@
-"""What is compiled for a JAX model: a shard's gradient as one flat vector, many shards in one launch, evaluation, fingerprint.
+"""What is compiled for a JAX model: a shard's gradient as one flat vector, many shards in one launch, a whole step
+in one launch, evaluation, fingerprint.
 
 All replicas of a model share its program; a replica has the vectors.
 """
@@ -94,22 +95,27 @@ class Program:
         self, parameters: Vector, state: tuple[Vector, ...], x: Array, y: Array, key: Array, shard: Array
     ) -> Vector:
         """What one shard gives, as described in backends/__init__.py."""
+        numbers, changes, gradients = self.pieces(self.params.unflatten([parameters]), state, x, y, key)
+        mine = jnp.arange(self.shards) == shard
+        slots = [jnp.where(mine, number, 0) for number in numbers]
+        return jnp.concatenate([*self.params.flatten(gradients), *changes, *slots])
+
+    def pieces(
+        self, params: Any, state: tuple[Vector, ...], x: Array, y: Array, key: Array
+    ) -> tuple[list[Array], list[Vector], Any]:
+        """Loss and hits of one shard, the changes of its state times its examples, and its gradient as a tree."""
 
         def forward(params: Any) -> tuple[Array, tuple[Array, Any]]:
             # nnx changes its variables, and may do so only in the trace in which they were made: in here
             output, new = self.form(params, self.state.unflatten(state), x, noise(key), True)
             return sum_of_losses(self.loss, output, y), (hits(output, y), new)
 
-        tree = self.params.unflatten([parameters])
-        (loss, (right, new)), gradients = jax.value_and_grad(forward, has_aux=True)(tree)
+        (loss, (right, new)), gradients = jax.value_and_grad(forward, has_aux=True)(params)
         if jax.tree.structure(new) != self.state.tree:
             raise Invalid("the state that the model returns must have the structure of the one it was given")
-        dtype, mine = parameters.dtype, jnp.arange(self.shards) == shard
-        changes = [
-            (now - before).astype(dtype) * len(y) for now, before in zip(self.state.flatten(new), state, strict=True)
-        ]
-        slots = [jnp.where(mine, number.astype(dtype), 0) for number in (loss, right)]
-        return jnp.concatenate([*self.params.flatten(gradients), *changes, *slots])
+        dtype, after = self.params.types[0], self.state.flatten(new)
+        changes = [(now - before).astype(dtype) * len(y) for now, before in zip(after, state, strict=True)]
+        return [number.astype(dtype) for number in (loss, right)], changes, gradients
 
     @functools.cached_property
     def gradient(self) -> Any:
@@ -151,6 +157,41 @@ class Program:
         return compiled(compute, self.kind, static_argnums=(0, 1, 2, 3))
 
     @functools.cached_property
+    def step(self) -> Any:
+        """A whole step of one shard, whose examples are the rows `index` of x and y, with weights and slots leaf by leaf.
+
+        No vector is put together, and the memory of the weights is used again. Bits may be others than those of a step in
+        several launches, so a run is made in one way from beginning to end.
+        """
+
+        def compute(
+            optimizer: Any, leaves: list[Array], slots: dict[str, list[Array]], state: tuple[Vector, ...], x: Array,
+            y: Array, index: Array, key: Array, lr: Array,
+        ) -> tuple[list[Array], dict[str, list[Array]], tuple[Vector, ...], Vector, Vector]:  # fmt: skip
+            here, labels = (jnp.take(array, index, axis=0, mode="clip") for array in (x, y))
+            numbers, changes, gradients = self.pieces(self.params.tree.unflatten(leaves), state, here, labels, key)
+            examples, new, kept = lr.dtype.type(len(labels)), [], {name: list[Array]() for name in slots}
+            for i, (weights, gradient) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True)):
+                mine = {name: slot[i] for name, slot in slots.items()}
+                change, mine = optimizer.change(weights, gradient / examples, mine, lr, 0)
+                new.append(weights - change)
+                for name, slot in mine.items():
+                    kept[name].append(slot)
+            state = tuple(moved(before, change / examples) for before, change in zip(state, changes, strict=True))
+            return new, kept, state, jnp.stack(numbers), bits([*new, *state])
+
+        return compiled(compute, self.kind, static_argnums=0, donate_argnums=(1, 2))
+
+    @functools.cached_property
+    def split(self) -> Any:
+        """The leaves that lie in a vector, in memory of their own."""
+        return compiled(lambda v: [jnp.copy(leaf) for leaf in jax.tree.leaves(self.params.unflatten([v]))], self.kind)
+
+    @functools.cached_property
+    def joined(self) -> Any:
+        return compiled(lambda leaves: self.params.flatten(leaves)[0], self.kind)
+
+    @functools.cached_property
     def evaluate(self) -> Any:
         def compute(parameters: Vector, state: tuple[Vector, ...], x: Array, y: Array, key: Array) -> Vector:
             tree = self.params.unflatten([parameters])
@@ -165,10 +206,8 @@ class Program:
         def compute(state: tuple[Vector, ...], total: Vector, examples: Array) -> tuple[Vector, ...]:
             new, start = [], self.params.size(self.params.types[0])
             for vector in state:
-                mean = total[start : start + len(vector)] / examples
+                new.append(moved(vector, total[start : start + len(vector)] / examples))
                 start += len(vector)
-                # a counter changes alike in every shard, so the mean is the change
-                new.append(vector + (mean if is_real(vector) else jnp.round(mean)).astype(vector.dtype))
             return tuple(new)
 
         return compiled(compute, self.kind)
@@ -186,6 +225,11 @@ def compiled(function: Callable[..., Any], kind: str, **options: Any) -> Any:
 
 # The same model again (another replica, the next fit) finds its functions compiled.
 program = functools.lru_cache(maxsize=16)(Program)
+
+
+def moved(vector: Vector, change: Vector) -> Vector:
+    # a counter changes alike in every shard, so the mean over them is its change
+    return vector + (change if is_real(vector) else jnp.round(change)).astype(vector.dtype)
 
 
 def noise(key: Array) -> Key:

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from samestep.backends import Deliver, Tensors
@@ -15,6 +16,7 @@ from samestep.backends.jax_forms import ById
 from samestep.backends.jax_program import Layout, halves, is_real, program
 from samestep.devices import Device
 from samestep.errors import Invalid
+from samestep.optimizers import SGD, AdaGrad
 from samestep.shards import Span, parts
 
 if TYPE_CHECKING:
@@ -42,13 +44,21 @@ class JaxReplica:
         if len(set(names)) < len(names):
             raise Invalid(f"two tensors of the model have one name: {', '.join(sorted(names))}")
         put = functools.partial(jax.device_put, device=place)
-        self.parameters = put(self.layouts[0].flatten(params)[0])
+        self._leaves: list[Array] | None = None  # the weights, after a whole step; else they are in the vector
+        self._vector: Vector | None = put(self.layouts[0].flatten(params)[0])
+        self._print: Vector | None = None  # fingerprint of the weights, where a step has given it
         self.state = put(self.layouts[1].flatten(state))
         self.program = program(self._form, ById.wrap(loss), *self.layouts, shards, device.kind)
         self.size = self.program.size
         room = shards * self.size * self.parameters.dtype.itemsize
         self.looped = device.kind in LOOPED and shards > 1 and room <= ROOM
         self.bands = [(0, self.size)]  # what is compiled gives all at once
+
+    @property
+    def parameters(self) -> Vector:
+        if self._vector is None:
+            self._vector = self.program.joined(self._leaves)
+        return self._vector
 
     def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
         if self.looped:
@@ -77,18 +87,42 @@ class JaxReplica:
         about = np.int32(first), np.int32(count)
         return self.program.gradients(self.parameters, self.state, x, y, padded, words, *about)
 
+    def whole(
+        self, pass_: Pass, span: Span, key: int, optimizer: Any, slots: dict[str, Any], lr: float, t: int
+    ) -> tuple[Vector, dict[str, Any]]:
+        """A whole step of one shard in one launch: [loss, hits], and the slots, leaf by leaf from now on."""
+        lo, hi = span
+        if pass_.feed.resident:
+            x, y = pass_.feed.resident[self.device]
+            index = pass_.order[lo:hi].astype(np.int32)
+        else:
+            x, y = pass_.shard(span, self.device)
+            index = np.arange(hi - lo, dtype=np.int32)
+        leaves = self._leaves or self.program.split(self._vector)
+        slots = {name: slot if isinstance(slot, list) else self.program.split(slot) for name, slot in slots.items()}
+        rate = jnp.dtype(self.layouts[0].types[0]).type(lr)
+        given = leaves, slots, self.state, x, y, index, halves(key), rate
+        self._leaves, slots, self.state, numbers, self._print = self.program.step(optimizer, *given)
+        self._vector = None
+        return numbers, slots
+
+    def in_one_go(self, optimizer: Any) -> bool:
+        """Whether `whole` can make the steps of this optimizer: no power of t, which wants more bits than a launch is given."""
+        return isinstance(optimizer, (SGD, AdaGrad))
+
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
         return self.program.evaluate(self.parameters, self.state, x, y, halves(key))
 
     def assign(self, parameters: Vector) -> None:
-        self.parameters = parameters
+        self._vector, self._leaves, self._print = parameters, None, None
 
     def advance(self, total: Vector, examples: int) -> None:
         if self.state:
+            self._print = None
             self.state = self.program.advance(self.state, total, self.parameters.dtype.type(examples))
 
     def fingerprint(self) -> Vector:
-        return self.program.fingerprint((self.parameters, *self.state))
+        return self.program.fingerprint((self.parameters, *self.state)) if self._print is None else self._print
 
     def vectors(self) -> list[Vector]:
         return [self.parameters, *filter(is_real, self.state)]
@@ -111,9 +145,12 @@ class JaxReplica:
         return [self.flat(tensors), *filter(is_real, self._flattened(self.layouts[1], tensors))]
 
     def load(self, tensors: Tensors) -> None:
-        self.parameters, self.state = self.flat(tensors), self._flattened(self.layouts[1], tensors)
+        self.assign(self.flat(tensors))
+        self.state = self._flattened(self.layouts[1], tensors)
 
     def named(self, vector: Vector) -> Tensors:
+        if isinstance(vector, list):  # leaf by leaf
+            return dict(zip(self.layouts[0].names, map(np.asarray, vector), strict=True))
         leaves = jax.tree.leaves(self.layouts[0].unflatten([np.asarray(vector)]))
         return dict(zip(self.layouts[0].names, leaves, strict=True))
 

@@ -15,7 +15,6 @@ measured on GPUs: MXNet 1.9.1 knows none of today's.
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,15 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
-from mxnet.base import _LIB, MXNetError, check_call
+from mxnet.base import MXNetError
 from mxnet.context import Context
 
 from samestep.backends import Shape, Tensors
 from samestep.backends.crew import Crew, side_by_side
 from samestep.backends.mxnet_blocks import arrays_in, blocks_of, model_context, parameters_of
-from samestep.backends.mxnet_replica import MxnetReplica, seed, sum_of_losses
+from samestep.backends.mxnet_engine import check_soon, in_memory, use_threads
+from samestep.backends.mxnet_noise import seed
+from samestep.backends.mxnet_replica import MxnetReplica, sum_of_losses
 from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
@@ -108,7 +109,10 @@ class MxnetBackend:
         return nd.array(checked(array), context, checked(array).dtype)
 
     def get(self, array: Any) -> np.ndarray[Any, Any]:
-        return array.asnumpy() if isinstance(array, nd.NDArray) else np.asarray(array)
+        with explained():
+            numbers = array.asnumpy() if isinstance(array, nd.NDArray) else np.asarray(array)
+        check_soon()
+        return numbers
 
     place = put
 
@@ -127,19 +131,28 @@ class MxnetBackend:
         return array.reshape(tuple(shape))
 
     def take(self, array: Any, index: Any) -> Any:
-        index = index.as_np_ndarray() if isinstance(array, mx.np.ndarray) else index
-        return array.take(index, axis=0, mode="clip")
+        if isinstance(array, mx.np.ndarray):
+            return array.take(index.as_np_ndarray(), axis=0, mode="clip")
+        # in a run to where it is computed with, or next to it
+        rows = nd.empty((len(index), *array.shape[1:]), self._lanes[0] if self._lanes else array.ctx, array.dtype)
+        return nd.take(array, index, axis=0, mode="clip", out=rows)
 
     def add(self, left: Any, right: Any) -> Any:
         left += right
         return left
 
     def concat(self, vectors: Sequence[Any]) -> Any:
+        if isinstance(vectors[0], np.ndarray):  # fingerprints are made on the host
+            return np.concatenate(vectors)
         join = mx.np.concatenate if isinstance(vectors[0], mx.np.ndarray) else lambda parts: nd.concat(*parts, dim=0)
         return vectors[0].copy() if len(vectors) == 1 else join(list(vectors))
 
     def zeros_like(self, vector: Any) -> Any:
         return nd.zeros_like(vector)
+
+    def in_memory(self, vector: Any) -> np.ndarray[Any, Any]:
+        """A vector on the CPU as NumPy, in its own memory."""
+        return in_memory(vector)
 
     def clip(self, vector: Any, limit: float) -> Any:
         norm = (vector * vector).sum().sqrt()
@@ -169,15 +182,14 @@ class MxnetBackend:
                 yield
             finally:
                 self._lanes, self._next = [], None
+                with suppress(MXNetError):
+                    nd.waitall()  # nobody else computes with what is let go now
                 for context, number in after.items():
                     seed(int(number.asscalar()), context)
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         with explained():
-            results = [task() for task in tasks]
-            if self._lanes:
-                nd.waitall()  # so that errors come up here, and memory is given back
-            return results
+            return [task() for task in tasks]
 
     # Models
 
@@ -250,26 +262,6 @@ def checked(array: Any) -> np.ndarray[Any, Any]:
     if str(array.dtype) not in TYPES:
         raise WrongType(f"mxnet has no {array.dtype} arrays: convert them, for example with x.astype('float32')")
     return array
-
-
-class _Context(ctypes.Structure):
-    """A context as MXNet's library takes it."""
-
-    _fields_ = (("type", ctypes.c_int), ("number", ctypes.c_int32))
-
-
-_set_threads = _LIB.MXSetNumOMPThreads
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
-def _use_threads(run: Any, count: Any) -> None:
-    _set_threads(count)
-
-
-def use_threads(context: Context, count: int) -> None:
-    """Have the thread of a context compute with so many of OpenMP's: the setting is of the thread that makes it."""
-    where, number = _Context(context.device_typeid, context.device_id), ctypes.c_void_p(count)
-    check_call(_LIB.MXEnginePushSync(_use_threads, number, None, ctypes.byref(where), None, 0, None, 0, None, 0, b""))
 
 
 @contextmanager

@@ -13,12 +13,10 @@ every shard as they were at the start of the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import numpy as np
-from mxnet import autograd, nd, random
+from mxnet import autograd, nd
 from mxnet import np as mxnp
 from mxnet.context import Context
 from mxnet.gluon import Block
@@ -34,81 +32,18 @@ from samestep.backends.mxnet_blocks import (
     model_context,
     parameters_of,
 )
+from samestep.backends.mxnet_engine import memory, soon
+from samestep.backends.mxnet_lanes import Flat, Lane
+from samestep.backends.mxnet_noise import Graphs, drawn_from
+from samestep.data import Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
+from samestep.optimizers import Descent
+from samestep.shards import Span
+from samestep.updating import update_in_place
 
 Array = Any
 Vector = Any
-Numbers = np.ndarray[Any, Any]
-ALIGN = 64  # bytes; every array begins where an allocation of its own would
-
-
-class Flat:
-    """Parameters of one type, one after the other in one vector."""
-
-    def __init__(self, names: Sequence[str], values: dict[str, Numbers], home: Context) -> None:
-        self.names, self.shapes = list(names), [values[name].shape for name in names]
-        self.dtype = values[self.names[0]].dtype
-        self.real = self.dtype.kind == "f"
-        self.spans: list[tuple[int, int]] = []
-        start, unit = 0, ALIGN // self.dtype.itemsize
-        for shape in self.shapes:
-            self.spans.append((start, start + prod(shape)))
-            start += -(-prod(shape) // unit) * unit
-        self.size, self._home = start, home
-        zeros = nd.zeros((unit,), home, self.dtype)
-        self._pads = [zeros[: -(hi - lo) % unit] if (hi - lo) % unit else None for lo, hi in self.spans]
-        self.vector = self.filled(values)
-
-    def cut(self, vector: Any) -> list[Any]:
-        """The arrays of such a vector, of MXNet or of NumPy, as views of it."""
-        return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
-
-    def join(self, arrays: Sequence[Array]) -> list[Vector]:
-        """Arrays of these shapes as the pieces of such a vector."""
-        pieces = []
-        for array, pad in zip(arrays, self._pads, strict=True):
-            pieces += [array.reshape((-1,)), *([] if pad is None else [pad])]
-        return pieces
-
-    def filled(self, values: dict[str, Numbers]) -> Vector:
-        """A new vector that holds these arrays."""
-        whole = np.zeros(self.size, self.dtype)
-        for view, name in zip(self.cut(whole), self.names, strict=True):
-            view[...] = values[name].reshape(view.shape)
-        return nd.array(whole, self._home, self.dtype)
-
-    def named(self, vector: Vector) -> Tensors:
-        return dict(zip(self.names, self.cut(vector.asnumpy()), strict=True))
-
-
-@dataclass
-class Lane:
-    context: Context
-    block: Block
-    weights: list[Parameter]
-    state: list[list[Parameter]]  # as the replica's vectors of state
-    attributes: list[tuple[dict[str, Any], dict[str, Array]]]  # of each block: all, and the arrays among them at first
-    constants: dict[str, tuple[Array, bytes]]  # what must not be written to, and what it was
-    fresh: bool = False  # whether the weights are the replica's
-    checked: bool = False
-    sparse: list[Array] = field(default_factory=list)
-    dense: list[Array] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for gradient in (p.grad() for p in self.weights):
-            (self.dense if gradient.stype == "default" else self.sparse).append(as_nd(gradient))
-
-    def begin(self) -> None:
-        """Start a shard with the arrays that blocks had at first."""
-        for now, first in self.attributes:
-            now.update(first)
-
-    def clear(self) -> None:
-        """Set all gradients to zero: the backward pass does not touch those of weights that a shard did not use."""
-        for gradient in self.sparse:
-            nd.zeros_like(gradient, out=gradient)
-        nd.reset_arrays(*self.dense, num_arrays=len(self.dense))
 
 
 class MxnetReplica:
@@ -143,46 +78,82 @@ class MxnetReplica:
         self._constants = {name: values[name] for name in groups.pop("constant")}
         self.state = [Flat(names, values, home) for names in groups.values()]
         self.parameters = self.weights.vector
+        self._views = self.weights.cut(self.parameters)
         ends = [*(lo for lo, _ in self.weights.spans[1:]), self.weights.size]
         self.gaps = [slice(hi, end) for (_, hi), end in zip(self.weights.spans, ends, strict=True)]
-        zeros = nd.zeros((shards,), home, self.weights.dtype)
-        # around the one number of a shard: (those of the shards before, those of the shards after)
-        self._slots = [([zeros[:i]] * (i > 0), [zeros[i + 1 :]] * (i + 1 < shards)) for i in range(shards)]
         self.size = self.weights.size + sum(flat.size for flat in self.state) + 2 * shards
         self.bands = [(0, self.size)]
+        self._print: Vector = None  # the fingerprint, where it is known, and that before the last whole step
+        self._behind: Vector = None
 
     # One shard
 
     def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
-        lane, dtype = self._lane(shard), self.weights.dtype
-        before, after = self._slots[shard]
-        lane.clear()
+        lane = self._lane(shard)
+        start = self.size - 2 * self.shards + shard
+        for number in self._computed(x, y, key, lane):
+            number.copyto(lane.whole[start : start + 1])
+            start += self.shards
+        vector = nd.empty((self.size,), self._home, self.weights.dtype)
+        lane.whole.copyto(vector)
+        return vector
+
+    def _computed(self, x: Array, y: Array, key: int, lane: Lane) -> tuple[Array, Array]:
+        """Loss and hits of a shard; the gradient and the changes of state are in the lane."""
         with lane.context:
-            seed(key, lane.context)
             x, y = self._given(x, y, lane)
-            with autograd.record():
-                output = lane.block(x)
-                loss = sum_of_losses(self.loss, output, y)
-            loss.backward()
-            pieces = self.weights.join([as_nd(p.grad()).tostype("default") for p in lane.weights])
-            for flat, held in zip(self.state, lane.state, strict=True):
-                own = nd.concat(*flat.join([as_nd(p.data()) for p in held]), dim=0)
-                pieces.append((own - flat.vector).astype(dtype) * len(y))
-            for number in (loss, hits(output, y)):
-                pieces += [*before, number.detach().astype(dtype).reshape((1,)), *after]
-        whole = nd.empty((self.size,), self._home, dtype)
-        nd.concat(*pieces, dim=0, out=whole)
+            with drawn_from(key, lane.context, lane.graphs):
+                with autograd.record():
+                    output = lane.block(x)
+                    loss = sum_of_losses(self.loss, output, y)
+                loss.backward()
+            lane.gather()
+            start = self.weights.size
+            for flat, own in zip(self.state, lane.state, strict=True):
+                change = (own - flat.vector).astype(self.weights.dtype) * len(y)
+                change.copyto(lane.whole[start : start + flat.size])
+                start += flat.size
+            right = hits(output, y)
         self._check_constants(lane)
-        return whole
+        return loss, right
+
+    def whole(
+        self, pass_: Pass, span: Span, key: int, optimizer: Descent, slots: dict[str, Vector], lr: float, t: int
+    ) -> tuple[Vector, dict[str, Vector]]:
+        """A whole step of one shard, for which Python waits only when it is two steps ahead: [loss, hits], and the slots."""
+        if self._behind is not None:
+            self._behind.wait_to_read()
+        x, y = pass_.shard(span, self.device)
+        lane, examples = self._lane(0), span[1] - span[0]
+        loss, right = self._computed(x, y, key, lane)
+
+        place, behind = nd.zeros((1,), self._home, np.int64), self._print
+
+        def update() -> None:
+            weights, state = memory(self.parameters), {name: memory(slot) for name, slot in slots.items()}
+            update_in_place(optimizer, weights, state, memory(lane.whole), examples, lr, t)
+            if not self.state:
+                memory(place)[:] = bits.fingerprint([weights])
+
+        soon(update, self._home, [lane.whole], [self.parameters, *slots.values(), place])
+        self.moved()
+        self.advance(lane.whole, examples)
+        self._behind, self._print = behind, self.fingerprint() if self.state else place
+        return nd.concat(loss, right.astype(loss.dtype), dim=0), slots
+
+    def in_one_go(self, optimizer: Any) -> bool:
+        """Whether `whole` can make the steps of this optimizer."""
+        return self.device.kind == "cpu" and isinstance(optimizer, Descent)
 
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
         self._turn += 1
         lane = self._lane(self._turn)
         with lane.context, autograd.pause(train_mode=False):
-            seed(key, lane.context)
             x, y = self._given(x, y, lane)
-            output = lane.block(x)
-            numbers = sum_of_losses(self.loss, output, y), hits(output, y)
+            with drawn_from(key, lane.context, lane.graphs):
+                output = lane.block(x)
+                loss = sum_of_losses(self.loss, output, y)
+            numbers = loss, hits(output, y)
         whole = nd.empty((2,), self._home, np.float64)
         return nd.concat(*(number.astype(np.float64).reshape((1,)) for number in numbers), dim=0, out=whole)
 
@@ -194,16 +165,18 @@ class MxnetReplica:
     # The step's other half
 
     def assign(self, parameters: Vector) -> None:
-        parameters.copyto(self.parameters)
+        if parameters is not self.parameters:
+            parameters.copyto(self.parameters)
         self.moved()
 
     def moved(self) -> None:
         """The vector of weights was written to."""
+        self._print = None
         for lane in self._lanes.values():
             lane.fresh = False
 
     def advance(self, total: Vector, examples: int) -> None:
-        start = self.weights.size
+        start, self._print = self.weights.size, None
         for flat in self.state:
             delta = total[start : start + flat.size] / examples
             start += flat.size
@@ -213,9 +186,19 @@ class MxnetReplica:
                 flat.vector += delta.round().astype(flat.dtype)
 
     def fingerprint(self) -> Vector:
-        """Computed on the host: MXNet has no operation that takes numbers for their bits. This waits for the weights."""
-        total = bits.fingerprint([vector.asnumpy() for vector in [self.parameters, *(f.vector for f in self.state)]])
-        return nd.array(total, self._home, np.int64)
+        """On the CPU by NumPy, when the weights are there; MXNet has no operation that takes numbers for their bits."""
+        if self._print is not None:
+            return self._print
+        vectors = [self.parameters, *(flat.vector for flat in self.state)]
+        if self.device.kind != "cpu":
+            return bits.fingerprint([vector.asnumpy() for vector in vectors])  # waits
+        place = nd.zeros((1,), self._home, np.int64)
+
+        def compute() -> None:
+            memory(place)[:] = bits.fingerprint([memory(vector) for vector in vectors])
+
+        soon(compute, self._home, vectors, [place])
+        return place
 
     # By name
 
@@ -244,6 +227,7 @@ class MxnetReplica:
             flat.filled(tensors).copyto(flat.vector)
         self._constants = {name: np.array(tensors[name]) for name in self._constants}
         self._lanes.clear()
+        self._print = None
 
     def named(self, vector: Vector) -> Tensors:
         return self.weights.named(vector)
@@ -271,16 +255,22 @@ class MxnetReplica:
         if lane is None:
             lane = self._lanes[context] = self._new_lane(context)
         if not lane.fresh:
-            copy_to(self.weights.cut(self.parameters), lane.weights)
+            for view, own in zip(self._views, lane.weights, strict=True):
+                view.copyto(own)
             lane.fresh = True
         for flat, held in zip(self.state, lane.state, strict=True):
-            copy_to(flat.cut(flat.vector), held)
+            flat.vector.copyto(held)
         lane.begin()
         return lane
 
     def _new_lane(self, context: Context) -> Lane:
         block = self._filled(self.tensors(), context)
         of = parameters_of(block)
+        held = [flat.vector.copyto(context) for flat in self.state]
+        for flat, vector in zip(self.state, held, strict=True):
+            for name, view in zip(flat.names, flat.cut(vector), strict=True):
+                of[name]._data = [view.as_np_ndarray() if self._numpy else view]
+        whole = nd.zeros((self.size,), context, self.weights.dtype)
         constants = {name: of[name].data() for name in self._constants}
         for path, one in blocks_of(block):
             constants |= {path + key: array for key, array in arrays_in(one).items()}
@@ -288,9 +278,13 @@ class MxnetReplica:
             context,
             block,
             [of[name] for name in self.weights.names],
-            [[of[name] for name in flat.names] for flat in self.state],
+            [as_nd(of[name].data()) for name in self.weights.names],
+            held,
+            whole,
+            self.weights.cut(whole),
             [(vars(one), arrays_in(one)) for _, one in blocks_of(block)],
             {name: (array, array.asnumpy().tobytes()) for name, array in constants.items()},
+            Graphs(block, *([self.loss] if isinstance(self.loss, Block) else [])),
         )
 
     def _filled(self, tensors: Tensors, context: Context) -> Block:
@@ -318,25 +312,11 @@ class MxnetReplica:
                 )
 
 
-def copy_to(arrays: Sequence[Array], parameters: Sequence[Parameter]) -> None:
-    for array, p in zip(arrays, parameters, strict=True):
-        array.copyto(as_nd(p.data()))
-
-
 def as_nd(array: Array) -> Array:
     return array.as_nd_ndarray() if isinstance(array, mxnp.ndarray) else array
 
 
 # Arithmetic
-
-
-def seed(key: int, context: Context) -> None:
-    """Have all that is drawn from now on be drawn from a key: in the order of the program, whoever computes it.
-
-    The contexts of the CPU share one generator (each Python thread has its own), and the engine lets nobody draw before the
-    draws that were asked for earlier. MXNet takes 32 bits; setting the generator takes 2 ms, whether the model draws or not.
-    """
-    random.seed((key ^ key >> 32) & 0x7FFFFFFF, ctx=context)
 
 
 def sum_of_losses(loss: Any, output: Any, y: Array) -> Array:
@@ -360,6 +340,6 @@ def sum_of_losses(loss: Any, output: Any, y: Array) -> Array:
 def hits(output: Any, y: Array) -> Array:
     """How many examples have their highest score at their label; 0 where the output is not one score per class."""
     if isinstance(output, nd.NDArray) and output.ndim == 2 and y.ndim == 1 and np.dtype(y.dtype).kind in "iu":
-        scores = as_nd(output).detach()
-        return (scores.argmax(axis=1).astype(np.float64) == as_nd(y).astype(np.float64)).sum()
+        best = as_nd(output).argmax(axis=1)
+        return nd.sum(best == nd.cast(as_nd(y), dtype=best.dtype))
     return nd.zeros((1,))

@@ -1,9 +1,9 @@
 """Paddle: devices, arrays, and what Paddle must be told for the time of a run. The replica is in paddle_replica.py.
 
-Measured on the CPU with Paddle 3.3.1: MKL's products have other bits on another number of threads, and MKL itself takes no more
-threads than the machine has cores, whatever it was told; so every shard is computed with one thread, shards side by side, and
-`threads_per_shard` above 1 only means fewer shards side by side. Sums, embedding gradients and batch norm run in one
-thread in one order; all random operations draw from the one generator of the device (paddle_noise.py), except
+Measured on the CPU with Paddle 3.3.1: MKL's products have other bits on another number of threads, and MKL takes no more
+than there are cores, unless it is told to; then the bits are those of `threads_per_shard`, on one core or on many. A Paddle
+without MKL computes every shard with one thread. Sums, embedding gradients and batch norm run in one thread in one order; all
+random operations draw from the one generator of the device (paddle_noise.py), except
 `class_center_sample`, which draws from the operating system and cannot be reproduced. A layer that has been through
 `paddle.jit.to_static` is computed compiled, one shard after the other, as Paddle switches the whole process while it builds
 a program; it gives the same bits and is not faster on the CPU, so samestep compiles nothing by itself.
@@ -12,6 +12,7 @@ a program; it gives the same bits and is not faster on the CPU, so samestep comp
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import os
 import re
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deterministic": 1,
                  "FLAGS_cudnn_exhaustive_search": False}  # fmt: skip
 IN_ONE_THREAD = {"FLAGS_new_executor_serial_run": True}  # a compiled layer, too, in the thread that calls it
+MKL = next((ctypes.CDLL(str(path)) for path in Path(paddle.__file__).parent.glob("libs/libmklml_intel.so")), None)
 
 
 class PaddleBackend:
@@ -141,8 +144,9 @@ class PaddleBackend:
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        prepare = partial(core.set_num_threads, 1)
-        with self._crew.at_work(devices, threads, prepare), self._settings(devices, deterministic):
+        taken = threads if MKL else 1
+        prepare = partial(core.set_num_threads, taken)
+        with self._crew.at_work(devices, threads, prepare), self._settings(devices, deterministic), exactly(taken):
             yield
 
     @contextmanager
@@ -153,11 +157,9 @@ class PaddleBackend:
         noise = GENERATOR.get_state(), paddle.get_rng_state(device)
         paddle.set_flags(flags)
         paddle.set_device(str(devices[0]).replace("cuda", "gpu"))
-        core.set_num_threads(1)
         try:
             yield
         finally:
-            core.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # what Paddle starts with
             paddle.set_device(device)
             paddle.set_flags(before)
             paddle.set_rng_state(noise[1], device)
@@ -233,6 +235,21 @@ def checked(array: Any) -> np.ndarray[Any, Any]:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         raise WrongType(f"paddle has no {array.dtype} arrays: convert them, for example with x.astype('int64')")
     return array
+
+
+@contextmanager
+def exactly(threads: int) -> Iterator[None]:
+    """So many threads for a product of matrices, also where there are fewer cores."""
+    before = MKL.MKL_Get_Dynamic() if MKL else 0
+    if MKL:
+        MKL.MKL_Set_Dynamic(0)
+    core.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        core.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # what Paddle starts with
+        if MKL:
+            MKL.MKL_Set_Dynamic(before)
 
 
 @contextmanager

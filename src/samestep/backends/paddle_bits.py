@@ -13,7 +13,7 @@ import paddle
 from samestep.backends import bits
 
 Vector = Any
-BLOCK = bits.COLUMNS * 2048  # numbers that a GPU takes at a time: their products are 128 MiB
+ROWS_AT_ONCE = 4096  # their products are 128 MiB
 
 
 def fingerprint(vectors: Sequence[Vector]) -> Any:
@@ -21,7 +21,7 @@ def fingerprint(vectors: Sequence[Vector]) -> Any:
     place = vectors[0].place
     if not place.is_gpu_place():
         return bits.fingerprint([in_memory(vector) for vector in vectors])
-    return (paddle.concat([on_gpu(vector) for vector in vectors]) * odd_on(place)[1][: len(vectors)]).sum().reshape([1])
+    return of_sums([on_gpu(vector) for vector in vectors])
 
 
 def in_memory(vector: Vector) -> np.ndarray[Any, Any]:
@@ -31,20 +31,26 @@ def in_memory(vector: Vector) -> np.ndarray[Any, Any]:
 
 
 @functools.cache
-def odd_on(place: Any) -> tuple[Vector, Vector]:
-    of_columns, of_rows = (paddle.to_tensor(numbers, place=place) for numbers in bits.odd())
-    return of_columns, of_rows
+def odd_on(place: Any, count: int) -> Vector:
+    return paddle.to_tensor(bits.odd(count), place=place)
 
 
 def on_gpu(vector: Vector) -> Vector:
-    of_columns, of_rows = odd_on(vector.place)
-    width = f"int{8 * vector.element_size()}"
-    numbers = vector if str(vector.dtype) == f"paddle.{width}" else vector.view(width)
-    whole, sums = len(numbers) // bits.COLUMNS * bits.COLUMNS, []
-    for lo in range(0, whole, BLOCK):
-        rows = numbers[lo : min(lo + BLOCK, whole)].reshape([-1, bits.COLUMNS]).astype("int64")
-        sums.append((rows * of_columns).sum(1))
-    rest = numbers[whole:].astype("int64")
-    sums.append((rest * of_columns[: len(rest)]).sum().reshape([1]))
-    total = paddle.concat(sums)
-    return (total * of_rows[paddle.arange(len(total)) % bits.ROWS]).sum().reshape([1])
+    """What bits.bits gives, computed by Paddle."""
+    if not len(vector):
+        return paddle.zeros([1], "int64")
+    raw = vector if str(vector.dtype) == "paddle.uint8" else vector.view("uint8")
+    whole, over = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS, -len(raw) % bits.WORD
+    words = (paddle.concat([raw, paddle.zeros([over], "uint8")]) if over else raw).view("int64")
+    sums = [words[whole:]] if len(words) > whole else []
+    if whole:
+        rows, of_columns = words[:whole].reshape([-1, bits.COLUMNS]), odd_on(vector.place, bits.COLUMNS)
+        for lo in range(0, len(rows), ROWS_AT_ONCE):
+            sums.append((rows[lo : lo + ROWS_AT_ONCE] * of_columns).sum(1))
+        sums.append(rows.sum(0))
+    return of_sums(sums)
+
+
+def of_sums(sums: Sequence[Vector]) -> Vector:
+    halves = paddle.concat(list(sums)).view("int32").astype("int64")
+    return (halves * odd_on(halves.place, len(halves))).sum().reshape([1])

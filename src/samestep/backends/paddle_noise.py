@@ -12,6 +12,7 @@ The first shard is computed alone, to see which one will do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,15 +26,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 FREE, AHEAD, ALONE = range(3)
 GENERATOR = core.default_cpu_generator()
+TWIN = type(GENERATOR)()  # draws along with it between shards: if a model has drawn, the two are out of step
 
 
 class Noise:
     """Gives the shards of one replica their random numbers."""
 
     _generator = Access()  # by all replicas
+    _drawing = threading.Lock()
 
     def __init__(self, place: Any) -> None:
-        self._place, self._quiet = place, quiet()
+        self._place = place
         self.way: int | None = None
 
     def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
@@ -51,8 +54,8 @@ class Noise:
         if self.way == FREE:
             with self._generator.shared():
                 outcome = forward()
-                drawn = position() != self._quiet
-            if not drawn:
+                quiet = self._in_step()
+            if quiet:
                 return backward(outcome)
             self.way = ALONE  # it draws after all, and nobody has seen where
         with self._seeded(key):
@@ -79,21 +82,17 @@ class Noise:
                 yield
             finally:
                 GENERATOR.manual_seed(0)
+                TWIN.manual_seed(0)
+
+    def _in_step(self) -> bool:
+        """Whether nobody has drawn from the generator since its twin was set to the same. To read its state takes longer."""
+        with self._drawing:
+            return bool(GENERATOR.random() == TWIN.random())
 
 
 def position() -> str:
     """Where the generator stands: all words of its state, without the address that comes first."""
     return str(GENERATOR.get_state()).split(" ", 4)[4]
-
-
-def quiet() -> str:
-    """The position where the generator is left between shards that draw."""
-    before = GENERATOR.get_state()
-    GENERATOR.manual_seed(0)
-    try:
-        return position()
-    finally:
-        GENERATOR.set_state(before)
 
 
 @contextmanager

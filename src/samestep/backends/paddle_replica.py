@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,10 +26,14 @@ from paddle.base.framework import EagerParamBase
 from paddle.nn.clip import merge_selected_rows
 
 from samestep.backends import Deliver, Tensors
-from samestep.backends.paddle_bits import fingerprint
+from samestep.backends.paddle_bits import fingerprint, in_memory
 from samestep.backends.paddle_noise import Noise
+from samestep.data import Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
+from samestep.optimizers import Descent
+from samestep.shards import Span
+from samestep.updating import update_in_place
 
 Tensor = Any
 Vector = Any
@@ -45,12 +49,10 @@ class Flat:
     """Tensors of one type, one after the other in one vector, which is made from them."""
 
     def __init__(self, tensors: Sequence[Tensor], place: Any) -> None:
-        self.ids, self.shapes = [id(t) for t in tensors], [tuple(t.shape) for t in tensors]
-        if name_of(tensors[0]) not in TYPES:
-            raise WrongType(
-                f"a tensor of the model is of type {name_of(tensors[0])}: it must be one of {', '.join(TYPES)}"
-            )
-        self.dtype = np.dtype(name_of(tensors[0]))
+        self.ids, self.shapes, kind = [id(t) for t in tensors], [tuple(t.shape) for t in tensors], name_of(tensors[0])
+        if kind not in TYPES:
+            raise WrongType(f"a tensor of the model is of type {kind}: it must be one of {', '.join(TYPES)}")
+        self.dtype = np.dtype(kind)
         self.real = self.dtype.kind == "f"
         self.spans: list[tuple[int, int]] = []
         start, unit = 0, ALIGN // self.dtype.itemsize
@@ -106,6 +108,13 @@ class Lane:
         for (own, _), flat in zip(self.state, start, strict=True):
             paddle.assign(flat.vector, own)
 
+    def change(self, i: int, start: Flat) -> Vector:
+        """What a shard did to a vector of the state."""
+        own, views = self.state[i]
+        if not all(held[name] is view for held, name, view in views):  # `self.count = self.count + 1` makes a new one
+            own = paddle.concat(start.join([held[name].detach().astype(own.dtype) for held, name, _ in views]))
+        return own - start.vector if start.real else own.astype("int64") - start.vector.astype("int64")
+
 
 class PaddleReplica:
     def __init__(self, model: paddle.nn.Layer, loss: Any, device: Device, shards: int, place: Any) -> None:
@@ -114,9 +123,8 @@ class PaddleReplica:
         self._model = model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors_of(model).values()})
         self._ids = {name: id(t) for name, t in model.state_dict().items() if isinstance(t, paddle.Tensor)}
         self._named = {key: name for name, key in reversed(self._ids.items())}
-        trained: list[Tensor] = []
+        trained, constant = list[Tensor](), list[Tensor]()
         state: dict[str, list[Tensor]] = {}
-        constant: list[Tensor] = []
         for name, tensor in tensors_of(model).items():
             parameter, kept = isinstance(tensor, EagerParamBase), id(tensor) in self._named
             if parameter and not tensor.stop_gradient:
@@ -145,35 +153,56 @@ class PaddleReplica:
     # One shard
 
     def gradient(self, x: Tensor, y: Tensor, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
-        lane, dtype = self._lane(training=True), self.parameters.dtype
         before, after = self._slots[shard]
+
+        def finish(gradients: list[Tensor], changes: list[Vector], loss: Vector, right: Vector) -> Vector:
+            vector = [*self.weights.join(gradients), *changes]
+            return paddle.concat([*vector, *before, loss, *after, *before, right, *after])
+
+        return self._compute(x, y, key, finish)
+
+    def whole(self, pass_: Pass, span: Span, key: int, optimizer: Descent, slots: Any, lr: float, t: int) -> Any:
+        """A whole step of one shard, tensor by tensor: no vector is put together."""
+        x, y = pass_.shard(span, self.device)
+        weights, held = in_memory(self.parameters), {name: in_memory(slot) for name, slot in slots.items()}
+
+        def finish(gradients: list[Tensor], changes: list[Vector], loss: Vector, right: Vector) -> Vector:
+            arrays = [in_memory(gradient).reshape(-1) for gradient in gradients]
+            # a layer's own backward pass may give a weight itself
+            arrays = [array.copy() if np.may_share_memory(array, weights) else array for array in arrays]
+            for array, (lo, hi) in zip(arrays, self.weights.spans, strict=True):
+                own = {name: slot[lo:hi] for name, slot in held.items()}
+                update_in_place(optimizer, weights[lo:hi], own, array, span[1] - span[0], lr, t)
+            return paddle.concat([loss, right])
+
+        return self._compute(x, y, key, finish), slots
+
+    def in_one_go(self, optimizer: Any) -> bool:
+        """Whether `whole` can make the steps of this optimizer."""
+        return self.device.kind == "cpu" and isinstance(optimizer, Descent) and not self.state
+
+    def _compute(self, x: Tensor, y: Tensor, key: int, finish: Callable[..., Vector]) -> Vector:
+        """What `finish` makes of a shard's gradients, count x change of every buffer, loss and hits."""
+        lane, dtype = self._lane(training=True), self.parameters.dtype
 
         def forward() -> tuple[Tensor, Tensor]:
             lane.begin(self.state)
             output = lane.layer(x)
-            return sum_of_losses(self.loss, output, y), hits(output, y)
+            return sum_of_losses(self.loss, output, y), hits(output, y, dtype)
 
         def backward(result: tuple[Tensor, Tensor]) -> Vector:
             loss, right = result
             loss.backward()
             with paddle.no_grad():  # a gradient can be differentiated again: it would hold on to what is made of it
-                vector = self.weights.join([dense(p.grad, p) for p in lane.parameters])
-                for (own, views), flat in zip(lane.state, self.state, strict=True):
-                    now = [held[name] for held, name, _ in views]
-                    if not all(tensor is view for tensor, (_, _, view) in zip(now, views, strict=True)):
-                        # `self.count = self.count + 1` makes a new tensor
-                        own = paddle.concat(flat.join([tensor.detach().astype(flat.vector.dtype) for tensor in now]))
-                    vector.append(change(own, flat.vector).astype(dtype) * len(y))
-                for number in (loss.detach(), right):
-                    vector += [*before, number.astype(dtype).reshape([1]), *after]
-                whole = paddle.concat(vector)
+                changes = [lane.change(i, flat).astype(dtype) * len(y) for i, flat in enumerate(self.state)]
+                numbers = loss.detach().astype(dtype).reshape([1]), right.reshape([1])
+                made = finish([dense(p.grad, p) for p in lane.parameters], changes, *numbers)
             for p in lane.parameters:
                 p.clear_gradient(False)  # frees the memory of the gradients themselves
-            return whole
+            self._check_constants(lane)
+            return made
 
-        result = self._noise[True].compute(key, forward, backward)
-        self._check_constants(lane)
-        return result
+        return self._noise[True].compute(key, forward, backward)
 
     def evaluate(self, x: Tensor, y: Tensor, key: int) -> Vector:
         lane = self._lane(training=False)
@@ -181,14 +210,10 @@ class PaddleReplica:
         def forward() -> Vector:
             lane.begin(self.state)
             output = lane.layer(x)
-            return paddle.stack(
-                [sum_of_losses(self.loss, output, y).astype("float64"), hits(output, y).astype("float64")]
-            )
+            return paddle.stack([sum_of_losses(self.loss, output, y).astype("float64"), hits(output, y, "float64")])
 
         with paddle.no_grad():
             return self._noise[False].compute(key, forward, lambda result: result)
-
-    # The step's other half
 
     def assign(self, parameters: Vector) -> None:
         if parameters is not self.parameters:  # an update in place
@@ -205,7 +230,7 @@ class PaddleReplica:
         return self._named[id(tensor)]
 
     def advance(self, total: Vector, examples: int) -> None:
-        start = len(self.parameters)
+        start = self.weights.size
         for flat in self.state:
             delta = total[start : start + flat.size] / examples
             start += flat.size
@@ -262,13 +287,11 @@ class PaddleReplica:
         return self._filled(self.weights, named)
 
     def model(self, vectors: Sequence[Vector] | None = None) -> paddle.nn.Layer:
-        arrays = self._arrays(vectors)
-        return self._copy({key: paddle.to_tensor(array, place=self._place) for key, array in arrays.items()})
+        now = self._arrays(vectors).items()
+        return self._copy({key: paddle.to_tensor(array, place=self._place) for key, array in now})
 
     def release(self) -> None:
         self._lanes.clear()
-
-    # Lanes
 
     def _lane(self, training: bool) -> Lane:
         thread = threading.get_ident()
@@ -365,19 +388,13 @@ def sum_of_losses(loss: Any, output: Any, y: Tensor) -> Tensor:
         raise WrongType(f"loss must return a tensor (a loss per example, or their mean), got {type(value).__name__}")
     if value.ndim == 0:
         return value if getattr(loss, "reduction", "mean") == "sum" else value * len(y)
-    if len(value) != len(y):
-        raise Invalid(
-            f"loss must return one value per example ({len(y)}) or their mean, got shape {tuple(value.shape)}"
-        )
+    if len(value) != (n := len(y)):
+        raise Invalid(f"loss must return one value per example ({n}) or their mean, got shape {tuple(value.shape)}")
     return value.flatten(1).mean(1).sum() if value.ndim > 1 else value.sum()
 
 
-def hits(output: Any, y: Tensor) -> Tensor:
+def hits(output: Any, y: Tensor, dtype: Any) -> Tensor:
     """How many examples have their highest score at their label; 0 where the output is not one score per class."""
     if isinstance(output, paddle.Tensor) and output.ndim == 2 and y.ndim == 1 and y.is_integer():
-        return (output.detach().argmax(1) == y).sum()
-    return paddle.zeros([])
-
-
-def change(now: Vector, before: Vector) -> Vector:
-    return now - before if now.is_floating_point() else now.astype("int64") - before.astype("int64")
+        return (output.detach().argmax(1) == y).sum(dtype=dtype)
+    return paddle.zeros([], dtype)

@@ -1,5 +1,5 @@
-"""The fingerprints of PyTorch's vectors: on the CPU by NumPy in their own memory (bits.py), which is quicker;
-on a GPU they stay there. Both give the same number."""
+"""The fingerprints of PyTorch's vectors: on a CPU by NumPy in their own memory (bits.py), which is quicker; on a GPU they stay
+there. Both give the same number."""
 
 from __future__ import annotations
 
@@ -10,33 +10,46 @@ import torch
 
 from samestep.backends import bits
 
-ROWS_AT_ONCE = 2048  # that a GPU takes at a time: their 64-bit products are 128 MiB
+ROWS_AT_ONCE = 4096  # their products are 128 MiB
+
+
+class Print:
+    """The fingerprint of vectors that stay where they are: one number of 64 bits for all of them, on their device."""
+
+    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
+        raw = [vector.view(torch.uint8) for vector in vectors]
+        self._on_host = [each.numpy() for each in raw] if vectors[0].device.type == "cpu" else []
+        self._on_gpu = [] if self._on_host else raw
+
+    def __call__(self) -> torch.Tensor:
+        if self._on_host:
+            return torch.from_numpy(bits.fingerprint(self._on_host))
+        return of_sums([on_gpu(raw) for raw in self._on_gpu])
 
 
 def fingerprint(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number of 64 bits for all these vectors, on their device."""
-    device = vectors[0].device
-    if device.type == "cpu":
-        return torch.from_numpy(bits.fingerprint([numbers(vector).numpy() for vector in vectors]))
-    return (torch.cat([on_gpu(vector) for vector in vectors]) * odd_on(device)[1][: len(vectors)]).sum().view(1)
+    return Print(vectors)()
 
 
 @functools.cache
-def odd_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    of_columns, of_rows = (torch.from_numpy(odd).to(device) for odd in bits.odd())
-    return of_columns, of_rows
+def odd_on(device: torch.device, count: int) -> torch.Tensor:
+    return torch.from_numpy(bits.odd(count)).to(device)
 
 
-def numbers(vector: torch.Tensor) -> torch.Tensor:
-    """The bits of a vector as whole numbers."""
-    return vector.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[vector.element_size()])
+def on_gpu(raw: torch.Tensor) -> torch.Tensor:
+    """What bits.bits gives for these bytes, computed by PyTorch."""
+    whole = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS * bits.WORD
+    rest = raw[whole:]
+    if len(rest) % bits.WORD:
+        rest = torch.nn.functional.pad(rest, (0, -len(rest) % bits.WORD))
+    sums = [rest.view(torch.int64)]
+    if whole:
+        rows, of_columns = raw[:whole].view(torch.int64).view(-1, bits.COLUMNS), odd_on(raw.device, bits.COLUMNS)
+        sums += [(some * of_columns).sum(1) for some in rows.split(ROWS_AT_ONCE)]
+        sums.append(rows.sum(0))
+    return of_sums(sums)
 
 
-def on_gpu(vector: torch.Tensor) -> torch.Tensor:
-    found, (of_columns, of_rows) = numbers(vector), odd_on(vector.device)
-    whole = len(found) // bits.COLUMNS
-    rows, rest = found[: whole * bits.COLUMNS].view(-1, bits.COLUMNS), found[whole * bits.COLUMNS :]
-    sums = [(some * of_columns).sum(1) for some in rows.split(ROWS_AT_ONCE)] if whole else []
-    sums.append((rest * of_columns[: len(rest)]).sum().view(1))
-    total = torch.cat(sums)
-    return (total * of_rows[torch.arange(len(total), device=total.device) % bits.ROWS]).sum().view(1)
+def of_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    halves = torch.cat(list(sums)).view(torch.int32)
+    return (halves * odd_on(halves.device, len(halves))).sum().view(1)

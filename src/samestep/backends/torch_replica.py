@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,65 +21,19 @@ import torch.nn.functional as F
 
 from samestep.backends import Deliver, Tensors
 from samestep.backends.torch_bands import Bands, watched
-from samestep.backends.torch_bits import fingerprint
+from samestep.backends.torch_bits import Print
+from samestep.backends.torch_flat import ALIGN, Flat, change, strided
 from samestep.backends.torch_graph import Recorder
 from samestep.backends.torch_noise import Noise
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
+from samestep.optimizers import Descent
+
+if TYPE_CHECKING:
+    from samestep.data import Pass
+    from samestep.shards import Span
 
 BAND = 1 << 20  # numbers; bands of this size are sent while others are computed, smaller vectors as a whole
-ALIGN = 64  # bytes; every tensor begins where the framework's own allocation would, so kernels see nothing unusual
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where one tensor lies in a flat vector, in the order of its own memory (channels-last stays channels-last)."""
-
-    start: int
-    stop: int
-    pad: int
-    order: tuple[int, ...]  # of dimensions, from the slowest to the fastest
-    shape: tuple[int, ...]  # in that order
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat[self.start : self.stop].view(self.shape).permute(back)
-
-    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
-        return dense.permute(self.order).reshape(-1)
-
-
-def pieces(tensors: Sequence[torch.Tensor]) -> list[Piece]:
-    found, start = [], 0
-    for tensor in tensors:
-        order = tuple(sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d)))
-        if not tensor.permute(order).is_contiguous():
-            order = tuple(range(tensor.ndim))
-        stop = start + tensor.numel()
-        pad = -tensor.numel() % (ALIGN // tensor.element_size())
-        found.append(Piece(start, stop, pad, order, tuple(tensor.shape[d] for d in order)))
-        start = stop + pad
-    return found
-
-
-class Flat:
-    """Tensors of one type as views of one flat vector."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self.pieces = pieces(tensors)
-        end = self.pieces[-1]
-        self.vector = torch.zeros(end.stop + end.pad, dtype=tensors[0].dtype, device=device)
-        self.views = [piece.view(self.vector) for piece in self.pieces]
-        for view, tensor in zip(self.views, tensors, strict=True):
-            view.copy_(tensor)
-
-    def twin(self) -> Flat:
-        """The same places in a vector of its own."""
-        new = copy.copy(self)
-        new.vector = self.vector.clone()
-        new.views = [piece.view(new.vector) for piece in new.pieces]
-        return new
 
 
 @dataclass
@@ -137,6 +92,7 @@ class TorchReplica:
         self._lanes: dict[int, Lane] = {}
         self._making = threading.Lock()
         self._noise = Noise(self._place)
+        self._print = Print([flat.vector for flat in [self.weights, *self.buffers]])
         self._recorder = Recorder(capture)
         self.size = len(self.parameters) + sum(len(flat.vector) for flat in self.buffers) + 2 * shards
         self.bands = [(0, self.size)] if len(self.parameters) < 2 * BAND else self._cut()
@@ -157,12 +113,55 @@ class TorchReplica:
         lane = self._lane(training=True)
         lane.bands = Bands(self, deliver) if deliver else None
         zeros, last = self._zeros, self.shards - 1 - shard
-        *vector, loss, right = self._compute(lane, x, y, key)
+        *vector, loss, right = self._compute(lane, x, y, key, partial(self._laid_out, lane))
         vector += [zeros[:shard], loss, zeros[:last], zeros[:shard], right, zeros[:last]]
         return lane.bands.finish(vector) if lane.bands else torch.cat(vector)
 
-    def _compute(self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int) -> tuple[torch.Tensor, ...]:
-        """The pieces of a shard's vector, in order; the last two are its loss and its hits."""
+    def whole(
+        self, pass_: Pass, span: Span, key: int, optimizer: Descent, slots: dict[str, torch.Tensor], lr: float, t: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A whole step of one shard, tensor by tensor: no vector is put together."""
+        x, y = pass_.shard(span, self.device)
+        pieces, views, examples = self.weights.pieces, self.weights.views, len(y)
+
+        def finish(gradients: Sequence[torch.Tensor], rest: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            changes = []
+            for piece, view, gradient in zip(pieces, views, gradients, strict=True):
+                own = {name: piece.view(slot) for name, slot in slots.items()}
+                found, new = optimizer.change(view, strided(gradient), own, lr, t)
+                changes.append(found)
+                for name, slot in own.items():
+                    slot.copy_(new[name])
+            for view, found in zip(views, changes, strict=True):  # not before: a gradient may be made of weights
+                view.sub_(found)
+            for flat, moved in zip(self.buffers, rest, strict=False):
+                flat.move(moved / examples)
+            return tuple(rest[-2:])
+
+        scale = torch.full((), 1 / examples, dtype=self.parameters.dtype)  # the gradient of the mean, at once
+        return torch.cat(self._compute(self._lane(training=True), x, y, key, finish, scale)), slots
+
+    def in_one_go(self, optimizer: Any) -> bool:
+        """Whether `whole` can make the steps of this optimizer. On a GPU a recorded shard is quicker."""
+        return self.device.kind == "cpu" and isinstance(optimizer, Descent)
+
+    def _laid_out(
+        self, lane: Lane, gradients: Sequence[torch.Tensor], rest: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The pieces of a shard's vector, in order."""
+        if lane.bands:
+            lane.bands.close()  # the gradients are where they belong
+            return tuple(rest)
+        vector = []
+        for piece, gradient in zip(self.weights.pieces, gradients, strict=True):
+            vector += [piece.flatten(gradient), self._zeros[: piece.pad]]
+        return (*vector, *rest)
+
+    def _compute(
+        self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int, finish: Callable[..., tuple[torch.Tensor, ...]],
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """What `finish` makes of the gradients of a shard, times `scale`, and of what follows them: last its loss and hits."""
 
         def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             for own, start in zip(lane.buffers, self.buffers, strict=True):
@@ -174,25 +173,20 @@ class TorchReplica:
         def backward(result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
             loss, right = result
             with watched(lane.parameters, lane.bands):
-                gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
-            vector = []
+                gradients = torch.autograd.grad(loss, lane.parameters, scale, allow_unused=True, materialize_grads=True)
+            dtype = self._zeros.dtype
             with torch.no_grad():
-                if lane.bands:
-                    gradients = ()  # they are where they belong
-                    lane.bands.close()
-                for piece, gradient in zip(self.weights.pieces, gradients, strict=not lane.bands):
-                    vector += [piece.flatten(gradient), self._zeros[: piece.pad]]
-                for own, start in zip(lane.buffers, self.buffers, strict=True):
-                    vector.append(change(own.vector, start.vector).to(self._zeros.dtype) * len(y))
-                return (*vector, loss.detach().view(1), right.to(self._zeros.dtype).view(1))
+                changes = [change(own.vector, start.vector).to(dtype) * len(y)
+                           for own, start in zip(lane.buffers, self.buffers, strict=True)]  # fmt: skip
+                return finish(gradients, [*changes, loss.detach().view(1), right.to(dtype).view(1)])
 
-        def whole(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def all_of_it(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
             *vector, loss, right = backward(forward(x, y))
             return torch.cat(vector), loss, right
 
         if self._place.type == "cuda":
             with torch.cuda.device(self._place):
-                recorded = None if lane.bands else self._recorder.find(whole, x, y)
+                recorded = None if lane.bands else self._recorder.find(all_of_it, x, y)
                 self._noise.seed(key)
                 out = recorded(x, y) if recorded else backward(forward(x, y))
         else:
@@ -233,15 +227,11 @@ class TorchReplica:
     def advance(self, total: torch.Tensor, examples: int) -> None:
         start = len(self.parameters)
         for flat in self.buffers:
-            delta = total[start : start + len(flat.vector)] / examples
+            flat.move(total[start : start + len(flat.vector)] / examples)
             start += len(flat.vector)
-            if flat.vector.is_floating_point():
-                flat.vector.add_(delta.to(flat.vector.dtype))
-            else:  # a counter changes alike in every shard, so the mean is the change
-                flat.vector.copy_(flat.vector.long() + delta.round().long())
 
     def fingerprint(self) -> torch.Tensor:
-        return fingerprint([flat.vector for flat in [self.weights, *self.buffers]])
+        return self._print()
 
     def vectors(self) -> list[torch.Tensor]:
         return [flat.vector for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
@@ -369,7 +359,3 @@ def hits(output: Any, y: torch.Tensor) -> torch.Tensor:
     if isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and not y.is_floating_point():
         return (output.detach().argmax(1) == y).sum()
     return torch.zeros((), device=y.device)
-
-
-def change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    return now - before if now.is_floating_point() else now.long() - before.long()

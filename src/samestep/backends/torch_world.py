@@ -1,7 +1,7 @@
 """Several processes with torch.distributed: gloo through host memory, or NCCL from GPU to GPU.
 
 Only sends and receives are used, so that it is known which process owes an answer, and so that nothing is ever added by
-the library.
+the library. Vectors that gloo would carry go through memory where processes share it (memory.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
-from samestep.processes import Alone, Place, World, number
+from samestep.memory import Arrival, Bytes, Memory
+from samestep.processes import TRANSPORT, Alone, Place, World, number
 
 CAUSE = "cause"  # in the store: why the run ends
-TRANSPORT = "SAMESTEP_TRANSPORT"  # gloo or nccl, to overrule the choice
 PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all
 ALIVE = 1.0  # seconds within which a process that has closed its connections says why, if it can
 FAREWELL = 5.0  # seconds that a failing process which holds the store stays at most, so that the others can read why
@@ -90,13 +90,14 @@ class TorchWorld:
                 dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
             self._host: Any = dist.group.WORLD if self._made else dist.new_group(backend="gloo", timeout=limit)
         self._vector, self._through = self._host, torch.device("cpu")
+        self._memory = Memory(0, 1, lambda content: [content], wanted=False)  # shared with nobody yet
 
     def prepare(self, devices: Sequence[Device], timeout: float) -> None:
         """Choose how vectors travel: from GPU to GPU where every process has GPUs of its own, else through the host."""
         self.timeout = timeout
         wanted = os.environ.get(TRANSPORT, "")
-        if wanted not in ("", "gloo", "nccl"):
-            raise Invalid(f"{TRANSPORT} must be gloo or nccl, got {wanted!r}")
+        if wanted not in ("", "gloo", "nccl", "shared"):
+            raise Invalid(f"{TRANSPORT} must be gloo, nccl or shared, got {wanted!r}")
         mine = os.uname().nodename + "".join(f" {_serial(d)}" for d in dict.fromkeys(devices) if d.kind == "cuda")
         hosts = [text.decode().split() for text in self.collect(mine.encode())]
         serials = [serial for _, *found in hosts for serial in found]
@@ -107,6 +108,10 @@ class TorchWorld:
             self._vector = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         else:
             self._vector, self._through = self._host, torch.device("cpu")
+            self._memory.close()
+            self._memory = Memory(self.rank, self.size, self.collect, wanted != "gloo")
+            if wanted == "shared":
+                self._memory.check(self.size)
 
     # Vectors
 
@@ -117,7 +122,9 @@ class TorchWorld:
                 ops += [dist.P2POp(dist.irecv, v, group=self._vector, group_peer=q) for q, v in receives]
                 return [], [(-1, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
         expected = receives if isinstance(receives, Expected) else self._expect("vector", receives)
-        return self._send(sends, expected.tag), expected.arriving
+        shared = self._memory.peers
+        self._memory.hand(expected.tag, [(q, _bytes(vector)) for q, vector in sends if q in shared])
+        return self._send([(q, vector) for q, vector in sends if q not in shared], expected.tag), expected.arriving
 
     def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
         # Gloo sends nothing before the other side has said that it is ready. NCCL must have both at once.
@@ -130,7 +137,10 @@ class TorchWorld:
         arriving: Works = []
         for rank, memory in receives:
             with self._named(rank):
-                arriving.append((rank, self._host.recv([memory], rank, tag)))
+                if kind == "vector" and rank in self._memory.peers:
+                    arriving.append((rank, Arrival(self._memory, rank, tag, _bytes(memory))))
+                else:
+                    arriving.append((rank, self._host.recv([memory], rank, tag)))
         return Expected(tag, arriving)
 
     def _send(self, sends: Sequence[tuple[int, Any]], tag: int) -> Works:
@@ -148,7 +158,10 @@ class TorchWorld:
     def wait(self, works: Works) -> None:
         for rank, work in works:
             with self._named(rank):
-                work.wait(timedelta(seconds=self.timeout)) if rank >= 0 else work.wait()
+                if isinstance(work, Arrival):
+                    work.result(self.timeout)
+                else:
+                    work.wait(timedelta(seconds=self.timeout)) if rank >= 0 else work.wait()
 
     def empty(self, size: int, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=like.dtype, device=self._through)
@@ -193,6 +206,7 @@ class TorchWorld:
         text = str(error) if isinstance(error, ProcessFailed) else f"rank {self.rank} failed: {_named(error)}"
         self._ask(lambda store: store.compare_set(CAUSE, "", text))
         self.broken = True
+        self._memory.close()
         # Close the connections: nobody must wait for us any longer, nor a thread of ours for them. Gloo does that when a wait
         # takes too long; to destroy the group closes nothing for as long as anything refers to it.
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -228,7 +242,7 @@ class TorchWorld:
     def _named(self, rank: int | None) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
             if isinstance(error, ProcessFailed):
                 raise
             raise ProcessFailed(self._cause(rank, error)) from error
@@ -337,6 +351,11 @@ def _without(store: Any, name: str, ranks: Sequence[int], seconds: float) -> lis
         except RuntimeError:
             missing.append(rank)
     return missing
+
+
+def _bytes(vector: torch.Tensor) -> Bytes:
+    """The memory of a vector."""
+    return vector.view(torch.uint8).numpy()
 
 
 def _serial(device: Device) -> str:

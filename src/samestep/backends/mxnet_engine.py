@@ -1,0 +1,101 @@
+"""What MXNet's engine is told beside operations: how many threads to compute with, and functions of samestep's own.
+
+A function of our own is called by the engine when the arrays that it reads and writes are ready, and works in their memory with
+NumPy, which is several times quicker than MXNet's operations on vectors. Python does not wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+from mxnet.base import _LIB, check_call
+from mxnet.context import Context
+
+Array = Any
+Numbers = np.ndarray[Any, Any]
+
+
+class _Context(ctypes.Structure):
+    """A context as MXNet's library takes it."""
+
+    _fields_ = (("type", ctypes.c_int), ("number", ctypes.c_int32))
+
+
+def _where(context: Context) -> Any:
+    return ctypes.byref(_Context(context.device_typeid, context.device_id))
+
+
+_set_threads = _LIB.MXSetNumOMPThreads
+
+
+_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)  # of MXNet's own context, and a number of ours
+_use_threads = _function(lambda run, number: _set_threads(number) and None)
+
+
+def use_threads(context: Context, number: int) -> None:
+    """Have the thread of a context compute with so many of OpenMP's: the setting is of the thread that makes it."""
+    threads = ctypes.c_void_p(number)
+    push = _LIB.MXEnginePushSync
+    check_call(push(_use_threads, threads, None, _where(context), None, 0, None, 0, None, 0, b""))
+
+
+# The memory of arrays on the CPU
+
+
+class _Memory:
+    def __init__(self, array: Array) -> None:
+        start = ctypes.c_void_p()
+        check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(start)))
+        self._array = array  # keeps it
+        kind = np.dtype(array.dtype).str
+        self.__array_interface__ = {"version": 3, "typestr": kind, "shape": array.shape, "data": (start.value, False)}
+
+
+def memory(array: Array) -> Numbers:
+    """An array as NumPy, in its own memory, for a function that the engine calls."""
+    return np.asarray(_Memory(array))
+
+
+def in_memory(array: Array) -> Numbers:
+    """An array as NumPy, in its own memory, when nobody writes or reads it any more."""
+    check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
+    return memory(array)
+
+
+# Functions of our own
+
+_numbers = count(1)
+_waiting: dict[int, Callable[[], None]] = {}
+_failed: list[Exception] = []
+
+
+def _call(run: Any, number: Any) -> None:
+    try:
+        _waiting.pop(number)()
+    except Exception as error:  # nobody above would hear of it
+        _failed.append(error)
+
+
+_calling = _function(_call)
+
+
+def soon(function: Callable[[], None], context: Context, reads: Sequence[Array], writes: Sequence[Array]) -> None:
+    """Have the thread of a context call a function when all that was asked of these arrays earlier has been done."""
+    number = next(_numbers)
+    _waiting[number] = function
+    handles = [(ctypes.c_void_p * len(arrays))(*(array.handle.value for array in arrays)) for arrays in (reads, writes)]
+    push = _LIB.MXEnginePushSyncND
+    given = _calling, ctypes.c_void_p(number), None, _where(context), handles[0], len(reads), handles[1], len(writes)
+    check_call(push(*given, None, 0, b"samestep"))
+
+
+def check_soon() -> None:
+    """Raise what such a function raised."""
+    if _failed:
+        error = _failed[0]
+        _failed.clear()
+        raise error

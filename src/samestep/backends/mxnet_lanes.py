@@ -1,0 +1,95 @@
+"""What a replica of MXNet is made of: vectors of parameters, and lanes that compute.
+
+A lane is a copy of the block on a context of its own. Its state and its gradients are views of vectors, so that they are moved
+by one operation, whatever the number of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from mxnet import autograd, nd
+from mxnet.context import Context
+from mxnet.gluon import Block
+from mxnet.gluon.parameter import Parameter
+
+from samestep.backends import Tensors
+from samestep.backends.mxnet_noise import Graphs
+
+Array = Any
+Vector = Any
+Numbers = np.ndarray[Any, Any]
+ALIGN = 64  # bytes; every array begins where an allocation of its own would
+
+
+class Flat:
+    """Parameters of one type, one after the other in one vector."""
+
+    def __init__(self, names: Sequence[str], values: dict[str, Numbers], home: Context) -> None:
+        self.names, self.shapes = list(names), [values[name].shape for name in names]
+        self.dtype = values[self.names[0]].dtype
+        self.real = self.dtype.kind == "f"
+        self.spans: list[tuple[int, int]] = []
+        start, unit = 0, ALIGN // self.dtype.itemsize
+        for shape in self.shapes:
+            self.spans.append((start, start + prod(shape)))
+            start += -(-prod(shape) // unit) * unit
+        self.size, self._home = start, home
+        self.vector = self.filled(values)
+
+    def cut(self, vector: Any) -> list[Any]:
+        """The arrays of such a vector, of MXNet or of NumPy, as views of it."""
+        return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
+
+    def filled(self, values: dict[str, Numbers]) -> Vector:
+        """A new vector that holds these arrays."""
+        whole = np.zeros(self.size, self.dtype)
+        for view, name in zip(self.cut(whole), self.names, strict=True):
+            view[...] = values[name].reshape(view.shape)
+        return nd.array(whole, self._home, self.dtype)
+
+    def named(self, vector: Vector) -> Tensors:
+        return dict(zip(self.names, self.cut(vector.asnumpy()), strict=True))
+
+
+@dataclass
+class Lane:
+    context: Context
+    block: Block
+    trained: list[Parameter]
+    weights: list[Array]  # no views: an evaluation may change the layout of their memory
+    state: list[Vector]  # of which the parameters are views
+    whole: Vector  # what a shard gives
+    gradients: list[Array]  # views of it, to which the backward pass writes
+    attributes: list[tuple[dict[str, Any], dict[str, Array]]]  # of each block: all, and the arrays among them at first
+    constants: dict[str, tuple[Array, bytes]]  # what must not be written to, and what it was
+    graphs: Graphs
+    fresh: bool = False  # whether the weights are the replica's
+    checked: bool = False
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.trained, self.gradients, strict=True))
+        self._sparse = [(p.grad(), dense) for p, dense in pairs if p._grad_stype != "default"]
+        for p, dense in pairs:
+            if p._grad_stype == "default":
+                autograd.mark_variables(p.data(), dense)
+
+    def begin(self) -> None:
+        """Start a shard with the arrays that blocks had at first, and with gradients of zero.
+
+        The backward pass does not touch those of weights that the shard does not use.
+        """
+        for now, first in self.attributes:
+            now.update(first)
+        nd.reset_arrays(self.whole, num_arrays=1)
+        for gradient, _ in self._sparse:
+            nd.zeros_like(gradient, out=gradient)
+
+    def gather(self) -> None:
+        """Bring gradients of few rows to where the others are."""
+        for gradient, dense in self._sparse:
+            gradient.tostype("default").copyto(dense)

@@ -884,3 +884,18 @@ def test_fingerprints_see_every_bit_and_place():
         rows[place] = 1
         seen.add(of(*rows))
     assert len(seen) == 6
+
+
+def test_the_cpu_under_several_numbers():
+    """cpu(i) of MXNet: virtual devices, with the bits of one, and one device for all who ask for a count."""
+    x, y = np.random.default_rng(0).random((60, 1, 28, 28), dtype=np.float32), np.arange(60) % 10
+
+    def fit(devices):
+        return ss.Trainer(1, 20, devices=devices, progress=False).fit(models_mxnet.mlp(), (x, y))
+
+    runs = [fit(devices) for devices in ("cpu", ["cpu:0", "cpu:1"], ["cpu:5", "cpu:2", "cpu:9"])]
+    assert [run.devices for run in runs] == [["cpu"], ["cpu", "cpu:1"], ["cpu:5", "cpu:2", "cpu:9"]]
+    assert len({run.fingerprint for run in runs}) == len({tuple(run.fingerprints) for run in runs}) == 1
+    assert fit(3).devices == ["cpu"] * 3
+    with pytest.raises(ss.SamestepError, match="device cpu:256 is not there: mxnet sees cpu on this machine"):
+        fit(["cpu:256"])

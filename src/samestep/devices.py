@@ -178,7 +178,7 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
     if not chosen:
         raise Invalid("devices is an empty list: name at least one, or write 'auto'")
     for device in chosen:
-        if device not in there:
+        if device not in there and not getattr(backend, "virtual", lambda device: False)(device):
             listed = ", ".join(map(str, there))
             raise Invalid(f"device {device} is not there: {backend.name} sees {listed} on this machine")
     if len({device.kind for device in chosen}) > 1:

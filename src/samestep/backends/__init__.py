@@ -138,7 +138,7 @@ class Backend(Protocol):
     It may offer more. compiled(function): a function of a constant, vectors and Python's numbers, compiled; numbers must reach
     the vectors as they would without. index(order, device): what slices of the order of examples are taken from, for `take`.
     in_memory(vector): a vector on the CPU as NumPy, without a copy, to be updated there. fetch(vectors): `get` of their
-    `concat`.
+    `concat`. virtual(device): whether a device can be used that is not listed.
     """
 
     name: str

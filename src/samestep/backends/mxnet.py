@@ -76,9 +76,13 @@ class MxnetBackend:
             return total, total - free
         return host_memory()
 
+    def virtual(self, device: Device) -> bool:
+        """Whether it is the CPU under another number; those are not listed, or a count of devices would use them all."""
+        return device.kind == "cpu" and device.index < HOMES
+
     def _user(self, device: Device) -> Context:
         """MXNet's own object for a device."""
-        if device.kind == "cpu" and device.index < HOMES:  # as many as one likes
+        if self.virtual(device):  # as many as one likes
             return mx.cpu(device.index)
         if device not in self.devices():
             raise Invalid(

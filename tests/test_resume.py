@@ -45,7 +45,7 @@ from samestep.errors import Invalid
 from samestep.fit import Fit
 from samestep.rates import Rates
 from samestep.run import Run, export, fingerprint
-from samestep.step import FlatUpdater
+from samestep.updating import FlatUpdater
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((44, 12)).astype(np.float32)

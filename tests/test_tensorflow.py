@@ -462,7 +462,7 @@ def test_an_update_in_place_has_the_bits_of_one_on_whole_vectors(optimizer, monk
         return fit(models_tensorflow.mlp((784, 16, 10)), optimizer=optimizer, schedule=0.01, max_epochs=1).fingerprints
 
     blocks = run()
-    monkeypatch.setattr("samestep.step.BLOCK", 1000)
+    monkeypatch.setattr("samestep.updating.BLOCK", 1000)
     assert run() == blocks
     monkeypatch.delattr(type(backend), "in_memory")
     assert run() == blocks

@@ -11,7 +11,7 @@ import pytest
 
 from conformance import suite
 from samestep import checkpoint
-from samestep.step import FlatUpdater
+from samestep.updating import FlatUpdater
 from samestep.verify import Job, Start, Way
 
 SEED = 1

@@ -13,11 +13,11 @@ def of_bytes(raw: bytes) -> int:
     sums = words[len(rows) * 4096 :]
     sums += [sum(word * column for word, column in zip(row, columns, strict=True)) for row in rows]
     sums += [sum(column) for column in zip(*rows, strict=True)]
-    return of_sums(sums)
+    words = [wrapped(number) for number in sums]
+    both = words + [word >> 32 for word in words]
+    return sum(word * int(odd) for word, odd in zip(both, bits.odd(len(both)), strict=True)) % (1 << 64)
 
 
-def of_sums(sums: list[int]) -> int:
-    """The last step: halves of 32 bits, with a sign, each times an odd number; without a sign."""
-    raw = b"".join((number % (1 << 64)).to_bytes(8, "little") for number in sums)
-    halves = [int.from_bytes(raw[i : i + 4], "little", signed=True) for i in range(0, len(raw), 4)]
-    return sum(half * int(odd) for half, odd in zip(halves, bits.odd(len(halves)), strict=True)) % (1 << 64)
+def wrapped(number: int) -> int:
+    """As 64 bits with a sign."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

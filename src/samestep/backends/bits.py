@@ -2,9 +2,9 @@
 cannot matter. It is computed in every step, so it has to be quick.
 
 The 64-bit words of a vector are laid out in rows of COLUMNS, and summed along the rows, each times an odd number of its
-column, and along the columns. Where up to three words differ, some sum differs. The sums, and the words of the last row
-that is not full, are then summed in halves of 32 bits, each times an odd number of its own: the product of bit 63 with any
-odd number is the same, so that two signs which change could cancel each other in one sum of whole words.
+column, and along the columns. Where up to three words differ, some sum differs. All these sums, and the words of the last row
+that is not full, are then added up, each times an odd number of its own, and so are their upper halves: the product of bit 63
+with any odd number is the same, so that two signs which change could cancel each other in one sum of whole words.
 """
 
 from __future__ import annotations
@@ -30,24 +30,21 @@ def odd(count: int) -> Numbers:
 
 def fingerprint(vectors: Sequence[Numbers]) -> Numbers:
     """One number of 64 bits for all these vectors."""
-    return _of_sums([bits(vector) for vector in vectors])
+    words = np.concatenate([part for vector in vectors for part in sums(vector)])
+    both = np.concatenate([words, words >> 32])
+    total: Numbers = np.einsum("i,i->", both, odd(len(both))).reshape(1)
+    return total
 
 
-def bits(vector: Numbers) -> Numbers:
-    """One number of 64 bits for a vector."""
+def sums(vector: Numbers) -> list[Numbers]:
+    """What a vector contributes: its last words, and the sums along rows and columns."""
     raw = vector.view(np.uint8)
     whole = len(raw) // (COLUMNS * WORD) * COLUMNS * WORD
     rest = raw[whole:]
     if len(rest) % WORD:
         rest = np.append(rest, np.zeros(-len(rest) % WORD, np.uint8))
-    sums = [rest.view(np.int64)]
-    if whole:
-        rows = raw[:whole].view(np.int64).reshape(-1, COLUMNS)
-        sums += [np.einsum("ij,j->i", rows, odd(COLUMNS)), np.add.reduce(rows, 0)]  # einsum adds as it multiplies
-    return _of_sums(sums)
-
-
-def _of_sums(sums: Sequence[Numbers]) -> Numbers:
-    halves = np.concatenate(sums).view(np.int32)
-    total: Numbers = np.einsum("i,i->", halves, odd(len(halves))).reshape(1)
-    return total
+    if not whole:
+        return [rest.view(np.int64)]
+    rows = raw[:whole].view(np.int64).reshape(-1, COLUMNS)
+    # einsum, not @: it adds as it multiplies
+    return [rest.view(np.int64), np.einsum("ij,j->i", rows, odd(COLUMNS)), np.add.reduce(rows, 0)]

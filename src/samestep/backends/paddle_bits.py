@@ -21,7 +21,7 @@ def fingerprint(vectors: Sequence[Vector]) -> Any:
     place = vectors[0].place
     if not place.is_gpu_place():
         return bits.fingerprint([in_memory(vector) for vector in vectors])
-    return of_sums([on_gpu(vector) for vector in vectors])
+    return on_gpu(vectors)
 
 
 def in_memory(vector: Vector) -> np.ndarray[Any, Any]:
@@ -35,22 +35,24 @@ def odd_on(place: Any, count: int) -> Vector:
     return paddle.to_tensor(bits.odd(count), place=place)
 
 
-def on_gpu(vector: Vector) -> Vector:
-    """What bits.bits gives, computed by Paddle."""
-    if not len(vector):
+def on_gpu(vectors: Sequence[Vector]) -> Vector:
+    """What bits.fingerprint gives, computed by Paddle."""
+    parts = [part for vector in vectors if len(vector) for part in sums(vector)]
+    if not parts:
         return paddle.zeros([1], "int64")
+    words = paddle.concat(parts)
+    both = paddle.concat([words, words >> 32])
+    return (both * odd_on(both.place, len(both))).sum().reshape([1])
+
+
+def sums(vector: Vector) -> list[Vector]:
     raw = vector if str(vector.dtype) == "paddle.uint8" else vector.view("uint8")
     whole, over = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS, -len(raw) % bits.WORD
     words = (paddle.concat([raw, paddle.zeros([over], "uint8")]) if over else raw).view("int64")
-    sums = [words[whole:]] if len(words) > whole else []
+    found = [words[whole:]] if len(words) > whole else []
     if whole:
         rows, of_columns = words[:whole].reshape([-1, bits.COLUMNS]), odd_on(vector.place, bits.COLUMNS)
         for lo in range(0, len(rows), ROWS_AT_ONCE):
-            sums.append((rows[lo : lo + ROWS_AT_ONCE] * of_columns).sum(1))
-        sums.append(rows.sum(0))
-    return of_sums(sums)
-
-
-def of_sums(sums: Sequence[Vector]) -> Vector:
-    halves = paddle.concat(list(sums)).view("int32").astype("int64")
-    return (halves * odd_on(halves.place, len(halves))).sum().reshape([1])
+            found.append((rows[lo : lo + ROWS_AT_ONCE] * of_columns).sum(1))
+        found.append(rows.sum(0))
+    return found

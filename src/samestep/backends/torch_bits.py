@@ -19,16 +19,22 @@ class Print:
     def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
         raw = [vector.view(torch.uint8) for vector in vectors]
         self._on_host = [each.numpy() for each in raw] if vectors[0].device.type == "cpu" else []
-        self._on_gpu = [] if self._on_host else raw
+        self._on_gpu = [] if self._on_host else [laid_out(each) for each in raw]
 
     def __call__(self) -> torch.Tensor:
-        if self._on_host:
-            return torch.from_numpy(bits.fingerprint(self._on_host))
-        return of_sums([on_gpu(raw) for raw in self._on_gpu])
+        return torch.from_numpy(bits.fingerprint(self._on_host)) if self._on_host else on_gpu(self._on_gpu)
 
 
 def fingerprint(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     return Print(vectors)()
+
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # the words of a vector in rows of COLUMNS, and the bytes of what is left over
+
+
+def laid_out(raw: torch.Tensor) -> Rows:
+    whole = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS * bits.WORD
+    return raw[:whole].view(torch.int64).view(-1, bits.COLUMNS), raw[whole:]
 
 
 @functools.cache
@@ -36,20 +42,18 @@ def odd_on(device: torch.device, count: int) -> torch.Tensor:
     return torch.from_numpy(bits.odd(count)).to(device)
 
 
-def on_gpu(raw: torch.Tensor) -> torch.Tensor:
-    """What bits.bits gives for these bytes, computed by PyTorch."""
-    whole = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS * bits.WORD
-    rest = raw[whole:]
+def on_gpu(vectors: Sequence[Rows]) -> torch.Tensor:
+    """What bits.fingerprint gives, computed by PyTorch where the vectors are."""
+    words = torch.cat([part for vector in vectors for part in sums(*vector)])
+    both = torch.cat([words, words >> 32])
+    return (both * odd_on(both.device, len(both))).sum().view(1)
+
+
+def sums(rows: torch.Tensor, rest: torch.Tensor) -> list[torch.Tensor]:
     if len(rest) % bits.WORD:
         rest = torch.nn.functional.pad(rest, (0, -len(rest) % bits.WORD))
-    sums = [rest.view(torch.int64)]
-    if whole:
-        rows, of_columns = raw[:whole].view(torch.int64).view(-1, bits.COLUMNS), odd_on(raw.device, bits.COLUMNS)
-        sums += [(some * of_columns).sum(1) for some in rows.split(ROWS_AT_ONCE)]
-        sums.append(rows.sum(0))
-    return of_sums(sums)
-
-
-def of_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    halves = torch.cat(list(sums)).view(torch.int32)
-    return (halves * odd_on(halves.device, len(halves))).sum().view(1)
+    if not len(rows):
+        return [rest.view(torch.int64)]
+    of_columns = odd_on(rows.device, bits.COLUMNS)
+    along = [(some * of_columns).sum(1) for some in rows.split(ROWS_AT_ONCE)]
+    return [rest.view(torch.int64), *along, rows.sum(0)]

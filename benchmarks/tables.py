@@ -54,7 +54,7 @@ def cost() -> str:
             [r["name"], f"{r['ms']:.2f}", f"{r['least']:.2f} - {r['most']:.2f}", f"{r['ratio']:.2f}"]
             for r in result["rows"]
         ]
-        title = f"{about(result)}; {result['rounds']} rounds of {result['steps']} steps"
+        title = f"{about(result)}; {result['rounds']} rounds"
         blocks.append(f"{title}\n\n{table(['', 'ms/step', 'least - most', 'ratio'], rows)}")
     return "\n\n".join(blocks)
 
@@ -145,7 +145,7 @@ def frameworks() -> str:
     rows, titles = [], []
     for framework in FRAMEWORKS:
         for result in results(f"frameworks-{framework}"):
-            titles.append(f"{about(result)}; {result['rounds']} rounds of {result['steps']} steps")
+            titles.append(f"{about(result)}; {result['rounds']} rounds")
             for model in dict.fromkeys(row["model"] for row in result["rows"]):
                 plain, *ours = (row for row in result["rows"] if row["model"] == model)
                 cells = [f"{r['ms']:.2f} ms, **{r['ratio']:.2f}** ({r['low']:.2f} - {r['high']:.2f})" for r in ours]

@@ -383,3 +383,27 @@ def test_the_default_is_plain_descent() -> None:
     assert repr(sgd()) == "SGD(momentum=0.0, nesterov=False, weight_decay=0.0)"
     assert sgd().slots == ()
     assert sgd(momentum=0.1).slots == ("velocity",)
+
+
+def test_an_update_of_ones_own_is_what_is_made() -> None:
+    """Also of a class derived from one of samestep's, for which the Trainer has quicker ways."""
+    from samestep import Trainer
+
+    class Backwards(SGD):
+        def update(self, x, g, state, lr, t=0, z=None):  # type: ignore[no-untyped-def]
+            return x + g * lr, state
+
+    def weights(optimizer: SGD, shards: int) -> list[float]:
+        torch.manual_seed(0)
+        x = torch.eye(4).numpy()
+        trainer = Trainer(1, 4, shards=shards, optimizer=optimizer, schedule=0.5, progress=False)
+        run = trainer.fit(torch.nn.Linear(4, 2, bias=False), (x, np.array([0, 1, 0, 1])))
+        found: list[float] = run.weights()["weight"].ravel().tolist()
+        return found
+
+    torch.manual_seed(0)
+    start = torch.nn.Linear(4, 2, bias=False).weight.detach().ravel().tolist()
+    for shards in (1, 2):
+        there, back = weights(SGD(), shards), weights(Backwards(), shards)
+        assert there != start
+        np.testing.assert_allclose(np.array(back) - start, np.array(start) - there, rtol=1e-5, atol=1e-7)

@@ -269,17 +269,17 @@ class SocketWorld:
     def _await(self, rank: int, work: Future[Any] | Arrival) -> Any:
         """What a work gives, which another process has a part in."""
         thread = threading.get_ident()
-        self._awaited[thread] = rank
+        self._awaited[thread] = rank  # and if nothing comes, it stays known: others who waited for us will ask
         try:
-            return work.result(self.timeout)
+            result = work.result(self.timeout)
         except TimeoutError:
             raise ProcessFailed(self._late(rank)) from None
         except (OSError, EOFError) as error:
             if not self.cause:  # whoever fails says why, by the other connection, before it closes this one
                 self._peers[rank].left.wait(PATIENCE)
             raise ProcessFailed(self.cause or gone(rank)) from error
-        finally:
-            del self._awaited[thread]
+        del self._awaited[thread]
+        return result
 
     def _late(self, rank: int) -> str:
         """Why the run ends when a process has not answered: it may itself wait for one that waits for one that hangs."""

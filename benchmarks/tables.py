@@ -54,7 +54,7 @@ def cost() -> str:
             [r["name"], f"{r['ms']:.2f}", f"{r['least']:.2f} - {r['most']:.2f}", f"{r['ratio']:.2f}"]
             for r in result["rows"]
         ]
-        title = f"{about(result)}; {result['rounds']} rounds"
+        title = f"{about(result)}; {result['rounds']} rounds of {result['steps']} steps"
         blocks.append(f"{title}\n\n{table(['', 'ms/step', 'least - most', 'ratio'], rows)}")
     return "\n\n".join(blocks)
 

@@ -19,11 +19,11 @@ from mxnet.gluon.parameter import Parameter
 
 from samestep.backends import Tensors
 from samestep.backends.mxnet_noise import Graphs
+from samestep.backends.places import places
 
 Array = Any
 Vector = Any
 Numbers = np.ndarray[Any, Any]
-ALIGN = 64  # bytes; every array begins where an allocation of its own would
 
 
 class Flat:
@@ -33,12 +33,8 @@ class Flat:
         self.names, self.shapes = list(names), [values[name].shape for name in names]
         self.dtype = values[self.names[0]].dtype
         self.real = self.dtype.kind == "f"
-        self.spans: list[tuple[int, int]] = []
-        start, unit = 0, ALIGN // self.dtype.itemsize
-        for shape in self.shapes:
-            self.spans.append((start, start + prod(shape)))
-            start += -(-prod(shape) // unit) * unit
-        self.size, self._home = start, home
+        self.spans, self.size = places([prod(shape) for shape in self.shapes], self.dtype.itemsize)
+        self._home = home
         self.vector = self.filled(values)
 
     def cut(self, vector: Any) -> list[Any]:

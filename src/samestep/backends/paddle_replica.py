@@ -28,6 +28,7 @@ from paddle.nn.clip import merge_selected_rows
 from samestep.backends import Deliver, Tensors
 from samestep.backends.paddle_bits import fingerprint, in_memory
 from samestep.backends.paddle_noise import Noise
+from samestep.backends.places import ALIGN, places
 from samestep.data import Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
@@ -39,7 +40,6 @@ Tensor = Any
 Vector = Any
 Numbers = np.ndarray[Any, Any]
 Place = tuple[dict[str, Any], str, Tensor]  # a layer's dictionary of tensors, a name in it, and the tensor that is ours
-ALIGN = 64  # bytes; every tensor begins where an allocation of its own would, so kernels see nothing unusual
 TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 # Of batch norm and of spectral norm: parameters that the forward pass writes to.
 STATISTICS = {"_mean", "_variance", "weight_u", "weight_v"}
@@ -54,12 +54,8 @@ class Flat:
             raise WrongType(f"a tensor of the model is of type {kind}: it must be one of {', '.join(TYPES)}")
         self.dtype = np.dtype(kind)
         self.real = self.dtype.kind == "f"
-        self.spans: list[tuple[int, int]] = []
-        start, unit = 0, ALIGN // self.dtype.itemsize
-        for shape in self.shapes:
-            self.spans.append((start, start + prod(shape)))
-            start += -(-prod(shape) // unit) * unit
-        self.size, self._place = start, place
+        self.spans, self.size = places([prod(shape) for shape in self.shapes], self.dtype.itemsize)
+        self._place, unit = place, ALIGN // self.dtype.itemsize
         zeros = paddle.to_tensor(np.zeros(unit, self.dtype), place=place)
         self._pads = [zeros[: -(hi - lo) % unit] if (hi - lo) % unit else None for lo, hi in self.spans]
         self.vector = self.filled([t.numpy() for t in tensors])

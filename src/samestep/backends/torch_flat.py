@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGN = 64  # bytes; every tensor begins where the framework's own allocation would, so kernels see nothing unusual
+from samestep.backends.places import places
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,13 @@ class Piece:
 
 
 def pieces(tensors: Sequence[torch.Tensor]) -> list[Piece]:
-    found, start = [], 0
-    for tensor in tensors:
+    spans, size = places([tensor.numel() for tensor in tensors], tensors[0].element_size())
+    found = []
+    for tensor, (start, stop), (end, _) in zip(tensors, spans, [*spans[1:], (size, size)], strict=True):
         order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
         if not tensor.permute(order).is_contiguous():
             order = tuple(range(tensor.ndim))
-        stop = start + tensor.numel()
-        pad = -tensor.numel() % (ALIGN // tensor.element_size())
-        found.append(Piece(start, stop, pad, order, tuple(tensor.shape[d] for d in order)))
-        start = stop + pad
+        found.append(Piece(start, stop, end - stop, order, tuple(tensor.shape[d] for d in order)))
     return found
 
 

@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from samestep.backends import Deliver, Tensors
+from samestep.backends.places import ALIGN
 from samestep.backends.torch_bands import Bands, watched
 from samestep.backends.torch_bits import Print
-from samestep.backends.torch_flat import ALIGN, Flat, change, strided
+from samestep.backends.torch_flat import Flat, change, strided
 from samestep.backends.torch_graph import Recorder
 from samestep.backends.torch_noise import Noise
 from samestep.devices import Device

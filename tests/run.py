@@ -3,7 +3,7 @@
     python tests/run.py [--mxnet PYTHON] [--at-once N] [arguments for pytest]
 
 Several processes run at once, half as many as there are cores but at least two; what each one prints comes when it has
-ended. With arguments for pytest (a file, -k ...), only those tests are run, here, in one process.
+ended. One that hangs is ended, and says where each of its threads was. With arguments for pytest (a file, -k ...), only those tests are run, here, in one process.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+LIMIT = 25 * 60.0  # seconds for one of the processes; they take up to 10 minutes on two cores
 # What must also hold on the oldest NumPy that samestep supports, which MXNet brings along.
 ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
 # Frameworks beside PyTorch in this environment: the conformance suite again, in a process of its own.
@@ -49,8 +52,15 @@ class Run:
             *(f"--ignore={path}" for path in self.but),
         ]
         env = os.environ | {"SAMESTEP_TEST_BACKEND": self.backend}
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return self, done.returncode, done.stdout, time.monotonic() - began
+        with tempfile.TemporaryFile("w+") as output:  # no pipe: what a test has left behind could hold its end
+            process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # pytest's handler prints the stacks of all threads
+                process.wait()
+            output.seek(0)
+            return self, process.returncode, output.read(), time.monotonic() - began
 
 
 def runs(mxnet: Path | None) -> list[Run]:

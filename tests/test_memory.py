@@ -341,6 +341,28 @@ def test_one_that_waits_closes_its_own_pipes(made: Made) -> None:
     first.hand(2, [(1, np.ones(3, np.uint8))])  # to nobody
 
 
+def check_that_it_notices(made: Made, first: Memory, second: Memory) -> None:
+    """This process fails, and has not yet closed the pipe when a thread looks: the thread must not wait there for ever."""
+    first.closed = True
+    waiting = made.pool.submit(first.take, 1, 1, np.zeros(3, np.uint8), DEADLINE)
+    try:
+        with pytest.raises(EOFError, match="rank 0 has closed its pipes"):
+            waiting.result(20 * memory.LOOK / 1000)
+    finally:
+        second.close()  # lets a thread go that does wait
+
+
+def test_one_that_waits_notices_before_its_pipes_are_closed(made: Made) -> None:
+    check_that_it_notices(made, *made.memories(2))
+
+
+def test_a_twin_whose_pipes_make_a_reader_wait_is_rejected(made: Made) -> None:
+    first, second = made.memories(2)
+    os.set_blocking(first.peers[1].of.fileno(), True)
+    with pytest.raises(TimeoutError):
+        check_that_it_notices(made, first, second)
+
+
 def test_one_that_says_nothing_is_given_up(made: Made) -> None:
     first, _ = made.memories(2)
     with pytest.raises(TimeoutError, match="timed out"):

@@ -111,6 +111,7 @@ class Memory:
         for q in others:
             of, to = map(FileIO, os.pipe(), "rw")
             pipes[q] = self._open.enter_context(of)
+            os.set_blocking(of.fileno(), False)  # a thread that reads as another one closes it must not wait there
             offer[str(q)] = _named(passing.enter_context(to))
             if fcntl.fcntl(of, fcntl.F_GETPIPE_SZ) < PIPE:  # this user has too many
                 raise BlockingIOError

@@ -3,7 +3,8 @@
     python tests/run.py [--mxnet PYTHON] [--at-once N] [arguments for pytest]
 
 Several processes run at once, half as many as there are cores but at least two; what each one prints comes when it has
-ended. One that hangs is ended, and says where each of its threads was. With arguments for pytest (a file, -k ...), only those tests are run, here, in one process.
+ended. One that hangs is ended, and says where each of its threads was. With arguments for pytest (a file, -k ...), only
+those tests are run, here, in one process.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 
 import samestep as ss
 from samestep import backends, exchange, processes
+from samestep.backends import torch_world
 from samestep.devices import cpu, gpu, resolve
 from samestep.errors import Invalid
 from samestep.processes import Alone, Place, find, first_host, tasks_per_node
@@ -423,6 +424,22 @@ def test_a_killed_process_is_named(transport: str, launch: Launch) -> None:
         ranks = started.end()
         assert ranks.pop(who).status == -signal.SIGKILL
         check_all(ranks, [("ProcessFailed", f"rank {who} is gone: it was killed, or its host was lost")] * 2)
+
+
+class Gone:
+    """A store whose process was killed."""
+
+    def check(self, names: list[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(("holder", "named"), [(0, 0), (2, 1), (torch_world.NOBODY, 1)])
+def test_who_is_named_when_the_store_is_gone(holder: int, named: int) -> None:
+    """Rank 2 sees that rank 1 has left, as rank 1 had seen that of rank 0."""
+    world = torch_world.TorchWorld.__new__(torch_world.TorchWorld)
+    world.rank, world.size, world.timeout, world._holder, world._store = 2, 3, 60.0, holder, Gone()
+    text = world._cause(1, RuntimeError("Connection closed by peer"))
+    assert text == f"rank {named} is gone: it was killed, or its host was lost"
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])

@@ -32,6 +32,7 @@ CAUSE = "cause"  # in the store: why the run ends
 PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all
 ALIVE = 1.0  # seconds within which a process that has closed its connections says why, if it can
 FAREWELL = 5.0  # seconds that a failing process which holds the store stays at most, so that the others can read why
+NOBODY = -1
 NEVER = 2**31 - 1  # a tag under which nothing is ever sent
 Works = list[tuple[int, Any]]
 
@@ -47,7 +48,7 @@ class Expected:
 
 
 _joined: TorchWorld | None = None
-_stores: dict[str, tuple[Any, bool]] = {}  # by where they are met: a process comes there once
+_stores: dict[str, tuple[Any, int]] = {}  # by where they are met: a process comes there once
 
 
 def join(place: Place, timeout: float, devices: Sequence[Device]) -> World:
@@ -75,10 +76,10 @@ class TorchWorld:
             self.rank, self.size = place.rank, place.size
             if place.meet not in _stores:
                 _stores[place.meet] = _meet(place, limit)
-            store, self._holds = _stores[place.meet]
+            store, self._holder = _stores[place.meet]
         else:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            store, self._holds = c10d.distributed_c10d._get_default_store(), self.rank == 0
+            store, self._holder = c10d.distributed_c10d._get_default_store(), 0 if self.rank == 0 else NOBODY
         self._store, missing = _gather(store, self.rank, self.size, timeout)
         if missing:
             names = ", ".join(map(str, missing))
@@ -213,7 +214,7 @@ class TorchWorld:
         for rank in others:  # from one that is closed already, nothing can be waited for
             with suppress(RuntimeError):
                 self._host.recv([torch.zeros(1)], rank, NEVER).wait(timedelta(milliseconds=1))
-        if self._holds:
+        if self._holder == self.rank:
             self._ask(lambda store: _without(store, "told", others, FAREWELL), FAREWELL)
         else:
             self._ask(lambda store: store.set(f"told/{self.rank}", ""))
@@ -250,7 +251,13 @@ class TorchWorld:
     def _cause(self, rank: int | None, error: Exception) -> str:
         late, lost = "imed out" in str(error) or "imeout" in str(error), -1 if rank is None else rank
         patience = PATIENCE + self.timeout / 10  # they have not all begun to wait at one moment
-        return self._ask(partial(self._trace, lost, late, patience), patience + 1) or self._lost(lost, late)
+        cause = self._ask(partial(self._trace, lost, late, patience), patience + 1)
+        if cause is None and self._holder not in (
+            self.rank,
+            NOBODY,
+        ):  # whoever was waited for may only have noticed earlier
+            return self._lost(self._holder, late=self._store is None)
+        return cause or self._lost(lost, late)
 
     def _trace(self, rank: int, late: bool, patience: float, store: Any) -> str:
         """Why the run ends: what a failing process has said, or who is lost at the end of the chain of those who wait.
@@ -282,18 +289,19 @@ class TorchWorld:
         return f"{who} is gone: it was killed, or its host was lost"
 
 
-def _meet(place: Place, limit: timedelta) -> tuple[Any, bool]:
-    """The store that all processes reach, and whether this process holds it for them."""
+def _meet(place: Place, limit: timedelta) -> tuple[Any, int]:
+    """The store that all processes reach, and which of them holds it."""
     if place.meet.startswith("file://"):
-        return c10d.FileStore(place.meet.removeprefix("file://"), place.size), False
+        return c10d.FileStore(place.meet.removeprefix("file://"), place.size), NOBODY
     if place.meet == "env://":
         host, port = os.environ.get("MASTER_ADDR", ""), number(os.environ, "MASTER_PORT")
-        holds = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun holds it itself
+        holder = NOBODY if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # torchrun holds it itself
         if not host:
             raise Invalid("the environment variable MASTER_ADDR must name the host of rank 0, and is not set")
     else:
         host, port = place.meet.removeprefix("tcp://").rpartition(":")[0], int(place.meet.rpartition(":")[2])
-        holds = place.rank == 0
+        holder = 0
+    holds = place.rank == holder
     try:
         store = c10d.TCPStore(host, port, place.size, holds, limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError, OSError) as error:
@@ -302,7 +310,7 @@ def _meet(place: Place, limit: timedelta) -> tuple[Any, bool]:
         raise ProcessFailed(
             f"rank {place.rank} cannot reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
         ) from error
-    return store, holds
+    return store, holder
 
 
 def _gather(store: Any, rank: int, size: int, seconds: float) -> tuple[Any, list[int]]:

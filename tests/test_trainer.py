@@ -1,8 +1,10 @@
 """The Trainer on PyTorch: what a fit computes, what it leaves alone, and what it says to bad input."""
 
+import itertools
 import json
 import sys
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import samestep as ss
 from samestep import backends, draws
+from samestep.backends import bits
 from samestep.errors import BackendMissing, Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
 from samestep.models import torch as models
 from samestep.shards import cut
@@ -583,15 +586,33 @@ def test_fingerprints_against_whole_numbers_of_python(n: int, dtype: torch.dtype
 
 
 def test_the_fingerprint_of_a_step_tells_places_apart() -> None:
-    from samestep.backends.bits import COLUMNS, fingerprint
-
     prints = set()
-    for place in (2 * COLUMNS + 3, 3 * COLUMNS + 2, 2, 3, 2 * COLUMNS, 4 * COLUMNS + 2):
-        vector = np.zeros(4 * COLUMNS + 5, np.float32)
+    for place in (2 * bits.COLUMNS + 3, 3 * bits.COLUMNS + 2, 2, 3, 2 * bits.COLUMNS, 4 * bits.COLUMNS + 2):
+        vector = np.zeros(4 * bits.COLUMNS + 5, np.float32)
         vector[place] = 1.0
-        prints.add(int(fingerprint([vector])[0]))
+        prints.add(int(bits.fingerprint([vector])[0]))
     assert len(prints) == 6
-    # two signs, the highest bits: where the sum wraps around, they must not cancel each other
+
+
+def check_signs(dtype: str) -> None:
+    """Signs are the highest bits: where a sum wraps around, they must not cancel each other."""
     signs = [[-0.0 if place in (i, j) else 0.0 for place in range(16)] for i in range(16) for j in range(i + 1)]
-    for dtype in (np.float32, np.float64):
-        assert len({int(fingerprint([np.array(numbers, dtype)])[0]) for numbers in signs}) == len(signs) == 136
+    assert len({int(bits.fingerprint([np.array(numbers, dtype)])[0]) for numbers in signs}) == len(signs) == 136
+    n = bits.COLUMNS
+    before, corners = np.zeros(9 * n, dtype), [2, 3, n + 2, n + 3, 5 * n + 7]
+    changes: list[Any] = [list(places) for k in (1, 2, 3) for places in itertools.combinations(corners, k)]
+    for change in [*changes, slice(0, 9), slice(0, 8 * n), slice(4, 9 * n), slice(n, 3 * n)]:
+        after = before.copy()
+        after[change] = -0.0
+        assert bits.fingerprint([after]) != bits.fingerprint([before]), change
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_signs_that_change_show_in_the_fingerprint_of_a_step(dtype: str) -> None:
+    check_signs(dtype)
+
+
+def test_a_twin_with_an_even_number_of_columns_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "COLUMNS", 1024)
+    with pytest.raises(AssertionError):
+        check_signs("float64")

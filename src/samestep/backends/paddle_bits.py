@@ -13,7 +13,6 @@ import paddle
 from samestep.backends import bits
 
 Vector = Any
-ROWS_AT_ONCE = 4096  # their products are 128 MiB
 
 
 def fingerprint(vectors: Sequence[Vector]) -> Any:
@@ -51,8 +50,6 @@ def sums(vector: Vector) -> list[Vector]:
     words = (paddle.concat([raw, paddle.zeros([over], "uint8")]) if over else raw).view("int64")
     found = [words[whole:]] if len(words) > whole else []
     if whole:
-        rows, of_columns = words[:whole].reshape([-1, bits.COLUMNS]), odd_on(vector.place, bits.COLUMNS)
-        for lo in range(0, len(rows), ROWS_AT_ONCE):
-            found.append((rows[lo : lo + ROWS_AT_ONCE] * of_columns).sum(1))
-        found.append(rows.sum(0))
+        rows = words[:whole].reshape([-1, bits.COLUMNS])
+        found += [rows.sum(1), rows.sum(0)]
     return found

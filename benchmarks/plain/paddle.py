@@ -14,6 +14,8 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+THREADS = 1  # with which Paddle computes unless it is told otherwise
+
 
 def loop(model: Any, x: np.ndarray, y: np.ndarray, batch: int, rate: float) -> Callable[[int], tuple[float, float]]:
     """A function that makes so many steps of SGD on a copy of a paddle.nn.Layer, and gives mean loss and accuracy."""

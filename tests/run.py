@@ -53,6 +53,7 @@ class Run:
             *(f"--ignore={path}" for path in self.but),
         ]
         env = os.environ | {"SAMESTEP_TEST_BACKEND": self.backend}
+        env.pop("CI", None)  # there, pytest takes minutes or hours to spell out how large things differ, also for twins
         with tempfile.TemporaryFile("w+") as output:  # no pipe: what a test has left behind could hold its end
             process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
             try:

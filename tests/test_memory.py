@@ -146,7 +146,10 @@ def check_across(made: Made, memories: list[Any], calls: list[tuple[int, int, st
 
     for results in made.each(work, worlds):
         for i, (result, vectors) in enumerate(zip(results, given, strict=True)):
-            assert result == along_the_tree(vectors).tobytes(), calls[i]
+            same = (
+                result == along_the_tree(vectors).tobytes()
+            )  # by itself: pytest would spell out how a megabyte differs
+            assert same, calls[i]
 
 
 CALL = st.tuples(st.integers(1, 11), st.integers(0, 70), st.sampled_from(["f4", "f8", "f2", "i8"]))
@@ -204,7 +207,8 @@ def check_nothing_is_written_over(first: Memory, second: Memory) -> None:
     for i, vector in enumerate(vectors):
         first.hand(i, [(1, vector)])
     for i in (3, 1, 0, 2, 5, 4):
-        assert taken(second, 0, i, 5000 + i) == vectors[i].tobytes()
+        same = taken(second, 0, i, 5000 + i) == vectors[i].tobytes()
+        assert same, i
 
 
 def test_what_nobody_has_read_is_not_written_over(made: Made) -> None:

@@ -324,7 +324,7 @@ def run() -> None:
     try:
         app(prog_name="samestep")
     except SamestepError as error:
-        print(f"samestep: {error}", file=sys.stderr)
+        sys.stderr.write(f"samestep: {error}\n")  # in one piece: other processes may say the same at the same time
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

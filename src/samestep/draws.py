@@ -59,11 +59,11 @@ def keys(seed: int, step: int, shards: int) -> list[int]:
 
 def keys_from(seed: int, step: int, shards: int) -> Iterator[list[int]]:
     """The keys of a step, and of every one after it: to make a generator anew takes longer than to draw from it."""
-    generator = _philox(seed, _NOISE, step)
+    generator, one = _philox(seed, _NOISE, step), np.uint64(1)
+    on = 2**128 - -(-shards // 4)  # to the next step's place; a turn of the counter is four draws
     while True:
-        drawn = np.asarray(generator.random_raw(shards), np.uint64)
-        yield (drawn >> np.uint64(1)).tolist()  # 63 bits: every framework's seed holds them
-        generator.advance(2**128 - -(-shards // 4))  # to the next step's place; a turn of the counter is four draws
+        yield (generator.random_raw(shards) >> one).tolist()  # 63 bits: every framework's seed holds them
+        generator.advance(on)
 
 
 def evaluation_keys(seed: int, shards: int) -> list[int]:

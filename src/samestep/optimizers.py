@@ -34,14 +34,19 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Descent:
-    """An optimizer without noise: the weights less a change."""
+    """An optimizer without noise: the weights less a direction times the rate."""
 
     @property
     def noisy(self) -> bool:
         return False
 
-    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
         raise NotImplementedError
+
+    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
+        """What is taken from the weights."""
+        direction, state = self.direction(x, g, state, t)
+        return direction * lr, state
 
     def update(
         self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
@@ -62,14 +67,13 @@ class SGD(Descent):
     def slots(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
-    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
         if self.weight_decay:
             g = g + x * self.weight_decay
         if not self.momentum:
-            return g * lr, state
+            return g, state
         v = state["velocity"] * self.momentum + g
-        direction = g + v * self.momentum if self.nesterov else v
-        return direction * lr, {"velocity": v}
+        return g + v * self.momentum if self.nesterov else v, {"velocity": v}
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ class AdaGrad(Descent):
     def slots(self) -> tuple[str, ...]:
         return ("squares",)
 
-    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
         s = state["squares"] + g * g
-        return g / (s**0.5 + self.eps) * lr, {"squares": s}
+        return g / (s**0.5 + self.eps), {"squares": s}
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Adam(Descent):
     def slots(self) -> tuple[str, ...]:
         return ("mean", "square")
 
-    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
         if self.weight_decay and not self.decoupled:
             g = g + x * self.weight_decay
         m = state["mean"] * self.beta1 + g * (1 - self.beta1)
@@ -110,7 +114,7 @@ class Adam(Descent):
         direction = (m / (1 - self.beta1 ** (t + 1))) / ((v / (1 - self.beta2 ** (t + 1))) ** 0.5 + self.eps)
         if self.weight_decay and self.decoupled:
             direction = direction + x * self.weight_decay
-        return direction * lr, {"mean": m, "square": v}
+        return direction, {"mean": m, "square": v}
 
 
 @dataclass(frozen=True)

@@ -28,22 +28,42 @@ def odd(count: int) -> Numbers:
     return np.resize(numbers, count)
 
 
+class Print:
+    """The fingerprint of vectors that stay where they are in memory: one number of 64 bits for all of them."""
+
+    def __init__(self, vectors: Sequence[Numbers]) -> None:
+        laid_out = [_laid_out(vector.view(np.uint8)) for vector in vectors]
+        sizes = [(-(-len(rest) // WORD), len(rows), COLUMNS if len(rows) else 0) for rows, rest in laid_out]
+        count = sum(map(sum, sizes))
+        self._words, self._odd = np.zeros(2 * count, np.int64), odd(2 * count)  # whole, and upper halves
+        self._whole, self._upper = self._words[:count], self._words[count:]
+        self._copies, self._sums, at = list[tuple[Numbers, Numbers]](), list[tuple[Numbers, Numbers, Numbers]](), 0
+        for (rows, rest), (left, along, down) in zip(laid_out, sizes, strict=True):
+            self._copies.append((self._whole[at : at + left].view(np.uint8)[: len(rest)], rest))
+            at += left
+            if len(rows):
+                self._sums.append((rows, self._whole[at : at + along], self._whole[at + along : at + along + down]))
+            at += along + down
+
+    def __call__(self) -> Numbers:
+        for place, rest in self._copies:
+            place[:] = rest
+        self._add()
+        np.right_shift(self._whole, 32, out=self._upper)
+        total: Numbers = np.einsum("i,i->", self._words, self._odd).reshape(1)  # not @: it adds as it multiplies
+        return total
+
+    def _add(self) -> None:
+        for rows, along, down in self._sums:
+            np.add.reduce(rows, 1, out=along)
+            np.add.reduce(rows, 0, out=down)
+
+
 def fingerprint(vectors: Sequence[Numbers]) -> Numbers:
-    """One number of 64 bits for all these vectors."""
-    words = np.concatenate([part for vector in vectors for part in sums(vector)])
-    both = np.concatenate([words, words >> 32])
-    total: Numbers = np.einsum("i,i->", both, odd(len(both))).reshape(1)  # not @: it adds as it multiplies
-    return total
+    return Print(vectors)()
 
 
-def sums(vector: Numbers) -> list[Numbers]:
-    """What a vector contributes: its last words, and the sums along rows and columns."""
-    raw = vector.view(np.uint8)
+def _laid_out(raw: Numbers) -> tuple[Numbers, Numbers]:
+    """The words of a vector in rows, and the bytes of the last row if it is not full."""
     whole = len(raw) // (COLUMNS * WORD) * COLUMNS * WORD
-    rest = raw[whole:]
-    if len(rest) % WORD:
-        rest = np.append(rest, np.zeros(-len(rest) % WORD, np.uint8))
-    if not whole:
-        return [rest.view(np.int64)]
-    rows = raw[:whole].view(np.int64).reshape(-1, COLUMNS)
-    return [rest.view(np.int64), np.add.reduce(rows, 1), np.add.reduce(rows, 0)]
+    return raw[:whole].view(np.int64).reshape(-1, COLUMNS), raw[whole:]

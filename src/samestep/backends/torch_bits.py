@@ -1,5 +1,4 @@
-"""The fingerprints of PyTorch's vectors: on a CPU by NumPy in their own memory (bits.py), which is quicker; on a GPU they stay
-there. Both give the same number."""
+"""The fingerprints of PyTorch's vectors: on a CPU in their own memory (bits.py), on a GPU there. Both give the same number."""
 
 from __future__ import annotations
 
@@ -11,16 +10,28 @@ import torch
 from samestep.backends import bits
 
 
+class PrintOnHost(bits.Print):
+    """With PyTorch's sums, which take as many threads as the model does."""
+
+    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
+        super().__init__([vector.view(torch.uint8).numpy() for vector in vectors])
+        self._mine = [[torch.from_numpy(array) for array in arrays] for arrays in self._sums]
+
+    def _add(self) -> None:
+        for rows, along, down in self._mine:
+            torch.sum(rows, 1, out=along)
+            torch.sum(rows, 0, out=down)
+
+
 class Print:
     """The fingerprint of vectors that stay where they are: one number of 64 bits for all of them, on their device."""
 
     def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
-        raw = [vector.view(torch.uint8) for vector in vectors]
-        self._on_host = [each.numpy() for each in raw] if vectors[0].device.type == "cpu" else []
-        self._on_gpu = [] if self._on_host else [laid_out(each) for each in raw]
+        self._on_host = PrintOnHost(vectors) if vectors[0].device.type == "cpu" else None
+        self._on_gpu = [] if self._on_host else [laid_out(vector.view(torch.uint8)) for vector in vectors]
 
     def __call__(self) -> torch.Tensor:
-        return torch.from_numpy(bits.fingerprint(self._on_host)) if self._on_host else on_gpu(self._on_gpu)
+        return torch.from_numpy(self._on_host()) if self._on_host else on_gpu(self._on_gpu)
 
 
 def fingerprint(vectors: Sequence[torch.Tensor]) -> torch.Tensor:

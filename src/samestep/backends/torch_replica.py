@@ -126,15 +126,15 @@ class TorchReplica:
         pieces, views, examples = self.weights.pieces, self.weights.views, len(y)
 
         def finish(gradients: Sequence[torch.Tensor], rest: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            changes = []
+            directions = []
             for piece, view, gradient in zip(pieces, views, gradients, strict=True):
                 own = {name: piece.view(slot) for name, slot in slots.items()}
-                found, new = optimizer.change(view, strided(gradient), own, lr, t)
-                changes.append(found)
+                found, new = optimizer.direction(view, strided(gradient), own, t)
+                directions.append(found)
                 for name, slot in own.items():
                     slot.copy_(new[name])
-            for view, found in zip(views, changes, strict=True):  # not before: a gradient may be made of weights
-                view.sub_(found)
+            for view, found in zip(views, directions, strict=True):  # not before: a gradient may be made of weights
+                view.sub_(found, alpha=lr)
             for flat, moved in zip(self.buffers, rest, strict=False):
                 flat.move(moved / examples)
             return tuple(rest[-2:])

@@ -211,7 +211,7 @@ class JaxBackend:
 
         def forward(x: Any, y: Any) -> Any:
             output, _ = form(params, state, x, jax.random.key(0), False)
-            return output, None if loss is None else sum_of_losses(loss, output, y)
+            return output, None if loss is None else sum_of_losses(loss, output, y, "cpu")
 
         output, _ = jax.eval_shape(forward, checked(x), checked(y))  # shapes alone: nothing is computed
         return check_output("array", getattr(output, "shape", None), type(output).__name__, y, loss, dtype)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from samestep.backends.jax_book import heard, written
 from samestep.errors import Invalid, WrongType
 from samestep.shards import Fold, parts
 
@@ -108,7 +109,7 @@ class Program:
         def forward(params: Any) -> tuple[Array, tuple[Array, Any]]:
             # nnx changes its variables, and may do so only in the trace in which they were made: in here
             output, new = self.form(params, self.state.unflatten(state), x, noise(key), True)
-            return sum_of_losses(self.loss, output, y), (hits(output, y), new)
+            return sum_of_losses(self.loss, output, y, self.kind), (hits(output, y), new)
 
         (loss, (right, new)), gradients = jax.value_and_grad(forward, has_aux=True)(params)
         if jax.tree.structure(new) != self.state.tree:
@@ -156,18 +157,20 @@ class Program:
 
         return compiled(compute, self.kind, static_argnums=(0, 1, 2, 3))
 
-    @functools.cached_property
-    def step(self) -> Any:
-        """A whole step of one shard, whose examples are the rows `index` of x and y, with weights and slots leaf by leaf.
+    @functools.cache  # noqa: B019 as programs are kept themselves
+    def step(self, optimizer: Any) -> Any:
+        """A whole step of one shard, with weights and slots leaf by leaf; `about` says which line of the book is its own, from
+        what key it draws, its rate, and which rows of x and y are its examples (jax_book.told).
 
-        No vector is put together, and the memory of the weights is used again. Bits may be others than those of a step in
-        several launches, so a run is made in one way from beginning to end.
+        No vector is put together, and the memory of weights, slots and book is used again. Bits may be others than those of a
+        step in several launches, so a run is made in one way from beginning to end.
         """
 
         def compute(
-            optimizer: Any, leaves: list[Array], slots: dict[str, list[Array]], state: tuple[Vector, ...], x: Array,
-            y: Array, index: Array, key: Array, lr: Array,
-        ) -> tuple[list[Array], dict[str, list[Array]], tuple[Vector, ...], Vector, Vector]:  # fmt: skip
+            leaves: list[Array], slots: dict[str, list[Array]], book: Array, state: tuple[Vector, ...], x: Array,
+            y: Array, about: Array,
+        ) -> tuple[list[Array], dict[str, list[Array]], Array, tuple[Vector, ...]]:  # fmt: skip
+            number, key, lr, index = heard(about, jnp.dtype(self.params.types[0]))
             here, labels = (jnp.take(array, index, axis=0, mode="clip") for array in (x, y))
             numbers, changes, gradients = self.pieces(self.params.tree.unflatten(leaves), state, here, labels, key)
             examples, new, kept = lr.dtype.type(len(labels)), [], {name: list[Array]() for name in slots}
@@ -178,9 +181,9 @@ class Program:
                 for name, slot in mine.items():
                     kept[name].append(slot)
             state = tuple(moved(before, change / examples) for before, change in zip(state, changes, strict=True))
-            return new, kept, state, jnp.stack(numbers), bits([*new, *state])
+            return new, kept, written(book, number, numbers, bits([*new, *state])), state
 
-        return compiled(compute, self.kind, static_argnums=0, donate_argnums=(1, 2))
+        return compiled(compute, self.kind, donate_argnums=(0, 1, 2))
 
     @functools.cached_property
     def split(self) -> Any:
@@ -197,7 +200,7 @@ class Program:
             tree = self.params.unflatten([parameters])
             output, _ = self.form(tree, self.state.unflatten(state), x, noise(key), False)
             return jnp.stack([number.astype(parameters.dtype)
-                              for number in (sum_of_losses(self.loss, output, y), hits(output, y))])  # fmt: skip
+                              for number in (sum_of_losses(self.loss, output, y, self.kind), hits(output, y))])  # fmt: skip
 
         return compiled(compute, self.kind)
 
@@ -236,20 +239,14 @@ def noise(key: Array) -> Key:
     return jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
-def halves(key: int) -> np.ndarray[Any, Any]:
-    """The 64 bits of a key as the two words that jax.random wants."""
-    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.uint32)
-
-
 def is_real(vector: Vector) -> bool:
     return bool(jnp.issubdtype(vector.dtype, jnp.floating))
 
 
-def sum_of_losses(loss: Any, output: Any, y: Array) -> Array:
+def sum_of_losses(loss: Any, output: Any, y: Array, kind: str) -> Array:
     """The sum over examples of the loss, whether `loss` gives one value per example or their mean."""
     if loss is None:
-        chosen = jnp.arange(output.shape[-1]) == y[..., None]  # no gather: its gradient would be a scatter
-        return -jnp.where(chosen, jax.nn.log_softmax(output), 0).sum()
+        return cross_entropy(output, y, kind).sum()
     value = loss(output, y)
     if not hasattr(value, "ndim"):
         raise WrongType(f"loss must return an array (a loss per example, or their mean), got {type(value).__name__}")
@@ -260,6 +257,15 @@ def sum_of_losses(loss: Any, output: Any, y: Array) -> Array:
     return value.reshape(len(y), -1).mean(1).sum()
 
 
+def cross_entropy(output: Array, y: Array, kind: str) -> Array:
+    scores = output - jax.lax.stop_gradient(output.max(-1, keepdims=True))
+    if kind == "cpu":
+        right = jnp.take_along_axis(scores, y[..., None], -1)[..., 0]
+    else:  # the gradient of taking one is a scatter, which is slow where its order is to be the same
+        right = jnp.where(jnp.arange(output.shape[-1]) == y[..., None], scores, 0).sum(-1)
+    return jnp.log(jnp.exp(scores).sum(-1)) - right
+
+
 def hits(output: Any, y: Array) -> Array:
     """How many examples have their highest score at their label; 0 where the output is not one score per class."""
     if getattr(output, "ndim", 0) == 2 and y.ndim == 1 and jnp.issubdtype(y.dtype, jnp.integer):
@@ -267,7 +273,7 @@ def hits(output: Any, y: Array) -> Array:
     return jnp.zeros(())
 
 
-def bits(vectors: Sequence[Vector]) -> Vector:
+def bits(vectors: Sequence[Array]) -> Vector:
     """Two sums of 32-bit hashes, of each word of the weights with its place, modulo 2³²: together 64 bits.
 
     Integers wrap around, so the order of the additions cannot matter. 64-bit integers would need jax_enable_x64.
@@ -275,18 +281,24 @@ def bits(vectors: Sequence[Vector]) -> Vector:
     sums, place = (jnp.uint32(0), jnp.uint32(0)), 0
     for vector in vectors:
         width = {1: jnp.uint8, 2: jnp.uint16}.get(vector.dtype.itemsize, jnp.uint32)
-        words = jax.lax.bitcast_convert_type(vector, width).reshape(-1).astype(jnp.uint32)
-        here = jax.lax.iota(jnp.uint32, len(words)) + jnp.uint32(place)
-        place += len(words)
-        first = mixed(words + here * jnp.uint32(0x9E3779B1))
-        second = (first ^ (first >> 15)) * jnp.uint32(0x85EBCA77)  # not a multiple: it would say nothing new
-        # both at once: one way through the weights
-        sums = jax.lax.reduce((first, second), sums, lambda a, b: (a[0] + b[0], a[1] + b[1]), (0,))
+        words = jax.lax.bitcast_convert_type(vector, width).astype(jnp.uint32)
+        hashes = mixed(words, jax.lax.iota(jnp.uint32, words.size).reshape(words.shape) + jnp.uint32(place))
+        place += words.size
+        if words.ndim > 1:  # first along rows, so that several threads can share them
+            hashes = added(hashes, (jnp.uint32(0), jnp.uint32(0)), range(1, words.ndim))
+        sums = added(hashes, sums, range(hashes[0].ndim))
     return jnp.stack(sums)
 
 
-def mixed(words: Array) -> Array:
-    """Every bit of a word has its way to every bit of the result (the last steps of MurmurHash3)."""
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return words ^ (words >> 16)
+def added(hashes: tuple[Array, Array], start: tuple[Array, Array], axes: range) -> tuple[Array, Array]:
+    """Both sums at once: one way through the weights."""
+    first, second = jax.lax.reduce(hashes, start, lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(axes))
+    return first, second
+
+
+def mixed(words: Array, places: Array) -> tuple[Array, Array]:
+    """Two hashes of every word and its place; the second is no multiple of the first, so it says something new."""
+    words = words + places * jnp.uint32(0x9E3779B1)
+    words = (words ^ (words >> 15)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 12)) * jnp.uint32(0xC2B2AE35)
+    return words, words ^ (words >> 15)

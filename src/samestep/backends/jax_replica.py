@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from samestep.backends import Deliver, Tensors
+from samestep.backends.jax_book import Book, Line, halves, told
 from samestep.backends.jax_forms import ById
-from samestep.backends.jax_program import Layout, halves, is_real, program
+from samestep.backends.jax_program import Layout, is_real, program
 from samestep.devices import Device
 from samestep.errors import Invalid
 from samestep.optimizers import SGD, AdaGrad
@@ -47,6 +48,9 @@ class JaxReplica:
         self._leaves: list[Array] | None = None  # the weights, after a whole step; else they are in the vector
         self._vector: Vector | None = put(self.layouts[0].flatten(params)[0])
         self._print: Vector | None = None  # fingerprint of the weights, where a step has given it
+        self._dtype = jnp.dtype(self.layouts[0].types[0])
+        self._step: Any = None  # a whole step, when it has been made
+        self._book: Book | None = None  # what whole steps have said
         self.state = put(self.layouts[1].flatten(state))
         self.program = program(self._form, ById.wrap(loss), *self.layouts, shards, device.kind)
         self.size = self.program.size
@@ -94,17 +98,22 @@ class JaxReplica:
         lo, hi = span
         if pass_.feed.resident:
             x, y = pass_.feed.resident[self.device]
-            index = pass_.order[lo:hi].astype(np.int32)
+            index = pass_.order[lo:hi]
         else:
             x, y = pass_.shard(span, self.device)
-            index = np.arange(hi - lo, dtype=np.int32)
+            index = np.arange(hi - lo)
         leaves = self._leaves or self.program.split(self._vector)
         slots = {name: slot if isinstance(slot, list) else self.program.split(slot) for name, slot in slots.items()}
-        rate = jnp.dtype(self.layouts[0].types[0]).type(lr)
-        given = leaves, slots, self.state, x, y, index, halves(key), rate
-        self._leaves, slots, self.state, numbers, self._print = self.program.step(optimizer, *given)
-        self._vector = None
-        return numbers, slots
+        if self._step is None:
+            self._step = self.program.step(optimizer)
+        if self._book is None or self._book.closed:
+            self._book = Book(self._dtype, self._place)
+        book, number = self._book, self._book.used
+        about = told(number, key, lr, self._dtype, index)
+        self._leaves, slots, book.array, self.state = self._step(leaves, slots, book.array, self.state, x, y, about)
+        book.used += 1
+        self._vector, self._print = None, Line(book, number, numbers=False)
+        return Line(book, number, numbers=True), slots
 
     def in_one_go(self, optimizer: Any) -> bool:
         """Whether `whole` can make the steps of this optimizer: no power of t, which wants more bits than a launch is given."""

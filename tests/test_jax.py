@@ -23,7 +23,7 @@ from flax import nnx
 import samestep as ss
 from samestep import data, draws, models, step, updating
 from samestep.backends import jax as backends_jax
-from samestep.backends import jax_replica
+from samestep.backends import jax_book, jax_program, jax_replica
 from samestep.models import jax as models_jax
 from samestep.models.jax import Pair
 
@@ -531,3 +531,49 @@ def test_nothing_of_the_run_stays_behind():
     assert dict(os.environ) == before
     assert run.model.params["slope"].devices() == {jax.devices("cpu")[0]}
     assert not backend._made
+
+
+# What whole steps say of themselves
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_fingerprints_against_whole_numbers_of_python(dtype):
+    leaves = [(random.random(shape) * 100).astype(dtype) for shape in [(3, 5, 7), (4,), (), (2, 300)]]
+    first = second = place = 0
+    for leaf in leaves:
+        for word in np.ravel(leaf).view(np.uint16 if leaf.dtype.itemsize == 2 else np.uint32).tolist():
+            word = (word + place * 0x9E3779B1) % 2**32
+            word = (word ^ word >> 15) * 0x85EBCA6B % 2**32
+            word = (word ^ word >> 12) * 0xC2B2AE35 % 2**32
+            first, second, place = first + word, second + (word ^ word >> 15), place + 1
+    assert jax_program.bits([jnp.asarray(leaf) for leaf in leaves]).tolist() == [first % 2**32, second % 2**32]
+
+
+def test_signs_that_change_show_in_the_fingerprint():
+    """They are the highest bits: where a sum wraps around, they must not cancel each other."""
+    prints = jax.jit(lambda numbers: jax_program.bits([numbers]))
+    signs = [[[-0.0 if place in (i, j) else 0.0 for place in range(16)]] for i in range(16) for j in range(i + 1)]
+    assert len({tuple(prints(np.array(numbers, np.float32)).tolist()) for numbers in signs}) == len(signs) == 136
+    all_of_them = np.zeros((64, 64), np.float32)
+    assert prints(all_of_them).tolist() != prints(-all_of_them).tolist()
+
+
+def test_a_full_book_is_followed_by_another(monkeypatch):
+    one = fit(plain(), shards=1, batch_size=8, max_epochs=1)
+    monkeypatch.setattr(jax_book, "LINES", 5)
+    many = fit(plain(), shards=1, batch_size=8, max_epochs=1)
+    assert len(set(one.fingerprints)) == 12
+    assert (one.fingerprints, one.fingerprint, one.history[0]["train_loss"]) == (
+        many.fingerprints, many.fingerprint, many.history[0]["train_loss"],
+    )  # fmt: skip
+
+
+def test_a_book_that_was_read_is_not_written_to():
+    replica = backend.replica(plain(), None, ss.cpu(), 1)
+    feed = data.Feed(backend, data.Data(train=(X, Y)).train, [ss.cpu()], 10)
+    pass_ = feed.start(np.arange(90), [(0, 8), (8, 16)])
+    first, _ = replica.whole(pass_, (0, 8), 1, ss.sgd(), {}, 0.1, 0)
+    before = np.asarray(first).copy()
+    second, _ = replica.whole(pass_, (8, 16), 2, ss.sgd(), {}, 0.1, 1)
+    assert np.asarray(second).tolist() != before.tolist() == np.asarray(first).tolist()
+    assert (first.book is second.book, first.number, second.number) == (False, 0, 0)

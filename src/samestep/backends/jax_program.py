@@ -281,18 +281,22 @@ def bits(vectors: Sequence[Array]) -> Vector:
     sums, place = (jnp.uint32(0), jnp.uint32(0)), 0
     for vector in vectors:
         width = {1: jnp.uint8, 2: jnp.uint16}.get(vector.dtype.itemsize, jnp.uint32)
-        words = jax.lax.bitcast_convert_type(vector, width).astype(jnp.uint32)
+        words = jnp.atleast_1d(jax.lax.bitcast_convert_type(vector, width)).astype(jnp.uint32)
         hashes = mixed(words, jax.lax.iota(jnp.uint32, words.size).reshape(words.shape) + jnp.uint32(place))
         place += words.size
         if words.ndim > 1:  # first along rows, so that several threads can share them
-            hashes = added(hashes, (jnp.uint32(0), jnp.uint32(0)), range(1, words.ndim))
-        sums = added(hashes, sums, range(hashes[0].ndim))
+            hashes = added(hashes, range(1, words.ndim))
+        sums = both(sums, added(hashes, range(1)))
     return jnp.stack(sums)
 
 
-def added(hashes: tuple[Array, Array], start: tuple[Array, Array], axes: range) -> tuple[Array, Array]:
+def both(a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, Array]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def added(hashes: Sequence[Array], axes: range) -> tuple[Array, Array]:
     """Both sums at once: one way through the weights."""
-    first, second = jax.lax.reduce(hashes, start, lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(axes))
+    first, second = jax.lax.reduce(tuple(hashes), (jnp.uint32(0), jnp.uint32(0)), both, tuple(axes))
     return first, second
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,7 +18,8 @@ from mxnet.context import Context
 from mxnet.gluon import Block
 from mxnet.gluon.parameter import Parameter
 
-from samestep.backends import Tensors
+from samestep.backends import Tensors, bits
+from samestep.backends.mxnet_engine import memory
 from samestep.backends.mxnet_noise import Graphs
 from samestep.backends.places import places
 
@@ -65,6 +67,7 @@ class Lane:
     constants: dict[str, tuple[Array, bytes]]  # what must not be written to, and what it was
     graphs: Graphs
     fresh: bool = False  # whether the weights are the replica's
+    clean: bool = False  # whether the gradients are zero
     checked: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +84,9 @@ class Lane:
         """
         for now, first in self.attributes:
             now.update(first)
-        nd.reset_arrays(self.whole, num_arrays=1)
+        if not self.clean:
+            nd.reset_arrays(self.whole, num_arrays=1)
+        self.clean = False
         for gradient, _ in self._sparse:
             nd.zeros_like(gradient, out=gradient)
 
@@ -89,3 +94,32 @@ class Lane:
         """Bring gradients of few rows to where the others are."""
         for gradient, dense in self._sparse:
             gradient.tostype("default").copyto(dense)
+
+
+class OnHost:
+    """A replica's weights and a lane of it in NumPy's hands, in their own memory, for a function that the engine calls."""
+
+    def __init__(self, flat: Flat, lane: Lane) -> None:
+        self.lane, self._flat = lane, flat
+
+    @cached_property
+    def weights(self) -> Numbers:
+        return memory(self._flat.vector)
+
+    @cached_property
+    def total(self) -> Numbers:
+        return memory(self.lane.whole)
+
+    @cached_property
+    def fingerprint(self) -> bits.Print:
+        return bits.Print([self.weights])
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Numbers, Numbers]]:
+        return list(zip(map(memory, self.lane.weights), self._flat.cut(self.weights), strict=True))
+
+    def refresh(self) -> None:
+        """Make the lane ready for the next step: with the weights, and gradients of zero."""
+        for own, new in self._pairs:
+            own[...] = new
+        self.total.fill(0)

@@ -33,7 +33,7 @@ from samestep.backends.mxnet_blocks import (
     parameters_of,
 )
 from samestep.backends.mxnet_engine import memory, soon
-from samestep.backends.mxnet_lanes import Flat, Lane
+from samestep.backends.mxnet_lanes import Flat, Lane, OnHost
 from samestep.backends.mxnet_noise import Graphs, drawn_from
 from samestep.data import Pass
 from samestep.devices import Device
@@ -60,7 +60,9 @@ class MxnetReplica:
         self.device, self.loss, self.shards = device, loss, shards
         self._home, self._user = home, user
         self._contexts, self._turn = list(lanes), 0
-        self._lanes: dict[Context, Lane] = {}
+        # Of an evaluation others than of training: it may change how weights lie in memory.
+        self._lanes: dict[tuple[Context, bool], Lane] = {}
+        self._one: OnHost | None = None  # for whole steps
         given = parameters_of(model)
         check_parameters(given)
         values = {name: p.list_data()[0].asnumpy() for name, p in given.items()}
@@ -91,15 +93,18 @@ class MxnetReplica:
     def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
         lane = self._lane(shard)
         start = self.size - 2 * self.shards + shard
-        for number in self._computed(x, y, key, lane):
+        loss, output, y = self._computed(x, y, key, lane)
+        with lane.context:
+            right = hits(output, y)
+        for number in (loss, right):
             number.copyto(lane.whole[start : start + 1])
             start += self.shards
         vector = nd.empty((self.size,), self._home, self.weights.dtype)
         lane.whole.copyto(vector)
         return vector
 
-    def _computed(self, x: Array, y: Array, key: int, lane: Lane) -> tuple[Array, Array]:
-        """Loss and hits of a shard; the gradient and the changes of state are in the lane."""
+    def _computed(self, x: Array, y: Array, key: int, lane: Lane) -> tuple[Array, Any, Array]:
+        """The loss of a shard, what the model gave, and the labels; the gradient and the changes of state are in the lane."""
         with lane.context:
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
@@ -113,33 +118,46 @@ class MxnetReplica:
                 change = (own - flat.vector).astype(self.weights.dtype) * len(y)
                 change.copyto(lane.whole[start : start + flat.size])
                 start += flat.size
-            right = hits(output, y)
         self._check_constants(lane)
-        return loss, right
+        return loss, output, y
 
     def whole(
         self, pass_: Pass, span: Span, key: int, optimizer: Descent, slots: dict[str, Vector], lr: float, t: int
     ) -> tuple[Vector, dict[str, Vector]]:
-        """A whole step of one shard, for which Python waits only when it is two steps ahead: [loss, hits], and the slots."""
+        """A whole step of one shard, for which Python waits only when it is two steps ahead: [loss, hits], and the slots.
+
+        Whatever need not be an operation of MXNet's is done by one function that its engine calls: to ask for an operation
+        takes longer than many of them do.
+        """
         if self._behind is not None:
             self._behind.wait_to_read()
         x, y = pass_.shard(span, self.device)
         lane, examples = self._lane(0), span[1] - span[0]
-        loss, right = self._computed(x, y, key, lane)
-
-        place, behind = nd.zeros((1,), self._home, np.int64), self._print
+        loss, output, y = self._computed(x, y, key, lane)
+        best = as_nd(output).argmax(axis=1) if has_scores(output, y) else loss
+        labels, stateless = as_nd(y), not self.state
+        numbers, place = nd.empty((2,), self._home, loss.dtype), nd.empty((1,), self._home, np.int64)
+        if self._one is None or self._one.lane is not lane:
+            self._one = OnHost(self.weights, lane)
+        one = self._one
 
         def update() -> None:
-            weights, state = memory(self.parameters), {name: memory(slot) for name, slot in slots.items()}
-            update_in_place(optimizer, weights, state, memory(lane.whole), examples, lr, t)
-            if not self.state:
-                memory(place)[:] = bits.fingerprint([weights])
+            right = 0 if best is loss else np.count_nonzero(memory(best) == memory(labels))
+            memory(numbers)[:] = memory(loss)[0], right
+            state = {name: memory(slot) for name, slot in slots.items()}
+            update_in_place(optimizer, one.weights, state, one.total, examples, lr, t)
+            if stateless:
+                memory(place)[:] = one.fingerprint()
+                one.refresh()
 
-        soon(update, self._home, [lane.whole], [self.parameters, *slots.values(), place])
+        reads, writes = [loss, labels] if best is loss else [loss, labels, best], [*slots.values(), numbers, place]
+        soon(update, self._home, reads, [self.parameters, lane.whole, *lane.weights, *writes])
+        behind = self._print
         self.moved()
+        lane.fresh = lane.clean = stateless
         self.advance(lane.whole, examples)
-        self._behind, self._print = behind, self.fingerprint() if self.state else place
-        return nd.concat(loss, right.astype(loss.dtype), dim=0), slots
+        self._behind, self._print = behind, place if stateless else self.fingerprint()
+        return numbers, slots
 
     def in_one_go(self, optimizer: Any) -> bool:
         """Whether `whole` can make the steps of this optimizer."""
@@ -147,7 +165,7 @@ class MxnetReplica:
 
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
         self._turn += 1
-        lane = self._lane(self._turn)
+        lane = self._lane(self._turn, training=False)
         with lane.context, autograd.pause(train_mode=False):
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
@@ -240,6 +258,7 @@ class MxnetReplica:
 
     def release(self) -> None:
         self._lanes.clear()
+        self._one = None
 
     def leaves(self) -> list[tuple[str, Parameter, Vector]]:
         """Of each trained parameter its name, what the user's model says of it, and its part of this replica's vector."""
@@ -248,12 +267,12 @@ class MxnetReplica:
 
     # Lanes
 
-    def _lane(self, turn: int) -> Lane:
+    def _lane(self, turn: int, training: bool = True) -> Lane:
         """A lane that starts a shard: with the replica's weights and state."""
         context = self._contexts[turn % len(self._contexts)]
-        lane = self._lanes.get(context)
+        lane = self._lanes.get((context, training))
         if lane is None:
-            lane = self._lanes[context] = self._new_lane(context)
+            lane = self._lanes[context, training] = self._new_lane(context)
         if not lane.fresh:
             for view, own in zip(self._views, lane.weights, strict=True):
                 view.copyto(own)
@@ -337,9 +356,14 @@ def sum_of_losses(loss: Any, output: Any, y: Array) -> Array:
     return (value.reshape((len(y), -1)).mean(axis=1) if value.ndim > 1 else value).sum()
 
 
+def has_scores(output: Any, y: Array) -> bool:
+    """Whether the output is one score per class, for labels."""
+    return isinstance(output, nd.NDArray) and output.ndim == 2 and y.ndim == 1 and np.dtype(y.dtype).kind in "iu"
+
+
 def hits(output: Any, y: Array) -> Array:
     """How many examples have their highest score at their label; 0 where the output is not one score per class."""
-    if isinstance(output, nd.NDArray) and output.ndim == 2 and y.ndim == 1 and np.dtype(y.dtype).kind in "iu":
+    if has_scores(output, y):
         best = as_nd(output).argmax(axis=1)
         return nd.sum(best == nd.cast(as_nd(y), dtype=best.dtype))
     return nd.zeros((1,))

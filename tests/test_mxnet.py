@@ -349,8 +349,10 @@ def test_the_generator_is_set_for_shards_that_draw_only(hybrid, monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9), ss.adam()], ids=repr)
-def test_a_step_in_one_go_has_the_bits_of_one_by_parts(optimizer, monkeypatch):
-    make = functools.partial(dense, nn.BatchNorm, dropout)
+@pytest.mark.parametrize("layers", [(nn.BatchNorm, dropout), (dropout,)], ids=["with state", "without"])
+def test_a_step_in_one_go_has_the_bits_of_one_by_parts(layers, optimizer, monkeypatch):
+    """Batches of 32, and a last one whose size is no power of two."""
+    make = functools.partial(dense, *layers)
     runs = [fit(make(), x=SMALL, shards=1, optimizer=optimizer)]
     monkeypatch.setattr(MxnetReplica, "in_one_go", lambda *_: False)
     runs.append(fit(make(), x=SMALL, shards=1, optimizer=optimizer))
@@ -487,7 +489,7 @@ def test_shards_side_by_side_do_not_see_each_other():
             first = [replica.gradient(*shard, key=1, shard=i) for i, shard in enumerate(shards)]
             tests = [replica.evaluate(*shard, key=1) for shard in shards * 2]
             again = [replica.gradient(*shard, key=1, shard=i) for i, shard in enumerate(shards)]
-            assert len(replica._lanes) == count
+            assert len(replica._lanes) == 2 * count  # an evaluation has its own
             found.append([vector.asnumpy().tobytes() for vector in (*first, *tests)])
             assert [vector.asnumpy().tobytes() for vector in again] == found[-1][:8]
     assert found[0] == found[1]

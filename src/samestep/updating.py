@@ -53,7 +53,8 @@ def update_in_place(
     for lo in range(0, len(x), BLOCK):
         part = slice(lo, min(lo + BLOCK, len(x)))
         slots = {name: slot[part] for name, slot in state.items()}
-        change, slots = optimizer.change(x[part], total[part] / examples, slots, lr, t)
+        gradient = total[part] if examples == 1 else total[part] / examples
+        change, slots = optimizer.change(x[part], gradient, slots, lr, t)
         x[part] -= change
         for name, slot in slots.items():
             state[name][part] = slot

@@ -71,6 +71,7 @@ class Lane:
     checked: bool = False
 
     def __post_init__(self) -> None:
+        self._scales: dict[int, Array] = {}
         pairs = list(zip(self.trained, self.gradients, strict=True))
         self._sparse = [(p.grad(), dense) for p, dense in pairs if p._grad_stype != "default"]
         for p, dense in pairs:
@@ -89,6 +90,12 @@ class Lane:
         self.clean = False
         for gradient, _ in self._sparse:
             nd.zeros_like(gradient, out=gradient)
+
+    def scale(self, examples: int, loss: Array) -> Array:
+        """With which to begin the backward pass, for the gradient of the mean instead of the sum."""
+        if examples not in self._scales:
+            self._scales[examples] = nd.full(loss.shape, 1 / examples, self.context, loss.dtype)
+        return self._scales[examples]
 
     def gather(self) -> None:
         """Bring gradients of few rows to where the others are."""

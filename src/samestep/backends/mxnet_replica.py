@@ -103,15 +103,18 @@ class MxnetReplica:
         lane.whole.copyto(vector)
         return vector
 
-    def _computed(self, x: Array, y: Array, key: int, lane: Lane) -> tuple[Array, Any, Array]:
-        """The loss of a shard, what the model gave, and the labels; the gradient and the changes of state are in the lane."""
+    def _computed(self, x: Array, y: Array, key: int, lane: Lane, of_mean: bool = False) -> tuple[Array, Any, Array]:
+        """The loss of a shard, what the model gave, and the labels; the gradient and the changes of state are in the lane.
+
+        The gradient is that of the sum of losses, or of their mean.
+        """
         with lane.context:
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
                 with autograd.record():
                     output = lane.block(x)
                     loss = sum_of_losses(self.loss, output, y)
-                loss.backward()
+                loss.backward(lane.scale(len(y), loss) if of_mean else None)
             lane.gather()
             start = self.weights.size
             for flat, own in zip(self.state, lane.state, strict=True):
@@ -133,7 +136,8 @@ class MxnetReplica:
             self._behind.wait_to_read()
         x, y = pass_.shard(span, self.device)
         lane, examples = self._lane(0), span[1] - span[0]
-        loss, output, y = self._computed(x, y, key, lane)
+        exact = examples & (examples - 1) == 0  # a power of two: the bits are the same whenever it is divided by
+        loss, output, y = self._computed(x, y, key, lane, of_mean=exact)
         best = as_nd(output).argmax(axis=1) if has_scores(output, y) else loss
         labels, stateless = as_nd(y), not self.state
         numbers, place = nd.empty((2,), self._home, loss.dtype), nd.empty((1,), self._home, np.int64)
@@ -142,16 +146,20 @@ class MxnetReplica:
         one = self._one
 
         def update() -> None:
-            right = 0 if best is loss else np.count_nonzero(memory(best) == memory(labels))
-            memory(numbers)[:] = memory(loss)[0], right
             state = {name: memory(slot) for name, slot in slots.items()}
-            update_in_place(optimizer, one.weights, state, one.total, examples, lr, t)
+            update_in_place(optimizer, one.weights, state, one.total, 1 if exact else examples, lr, t)
             if stateless:
-                memory(place)[:] = one.fingerprint()
                 one.refresh()
 
-        reads, writes = [loss, labels] if best is loss else [loss, labels, best], [*slots.values(), numbers, place]
-        soon(update, self._home, reads, [self.parameters, lane.whole, *lane.weights, *writes])
+        def tell() -> None:  # while the next step begins
+            right = 0 if best is loss else np.count_nonzero(memory(best) == memory(labels))
+            memory(numbers)[:] = memory(loss)[0], right
+            if stateless:
+                memory(place)[:] = one.fingerprint()
+
+        soon(update, self._home, [], [self.parameters, lane.whole, *lane.weights, *slots.values()])
+        given = [loss, labels] if best is loss else [loss, labels, best]
+        soon(tell, self._home, [self.parameters, *given], [numbers, place])
         behind = self._print
         self.moved()
         lane.fresh = lane.clean = stateless

@@ -27,8 +27,9 @@ import samestep as ss
 from samestep import draws, models
 from samestep.backends import bits, paddle_bits
 from samestep.backends import paddle as backends_paddle
+from samestep.backends.paddle_lanes import Flat
 from samestep.backends.paddle_noise import AHEAD, ALONE, FREE, GENERATOR, Noise, position
-from samestep.backends.paddle_replica import Flat, PaddleReplica
+from samestep.backends.paddle_replica import PaddleReplica
 from samestep.models import paddle as models_paddle
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")  # Paddle's batch norm, every time

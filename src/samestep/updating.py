@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from samestep.optimizers import SGD, AdaGrad, Adam, Descent
@@ -43,19 +44,22 @@ def update(about: Any, x: Vector, state: Any, total: Vector, examples: int, lr: 
     return x, state
 
 
-BLOCK = 1 << 15  # numbers: what is computed of them on the way to an update stays in a core's cache
+BLOCK = 1 << 16  # numbers: what is computed of them on the way to an update stays in a core's cache
 
 
 def update_in_place(
     optimizer: Descent, x: NDArray[Any], state: Any, total: NDArray[Any], examples: int, lr: float, t: int
 ) -> None:
     """`update` in the vectors' own memory, block by block: every number is computed for itself, so no bit changes."""
+    change = np.empty(min(BLOCK, len(x)), x.dtype)
     for lo in range(0, len(x), BLOCK):
         part = slice(lo, min(lo + BLOCK, len(x)))
         slots = {name: slot[part] for name, slot in state.items()}
         gradient = total[part] if examples == 1 else total[part] / examples
-        change, slots = optimizer.change(x[part], gradient, slots, lr, t)
-        x[part] -= change
+        direction, slots = optimizer.direction(x[part], gradient, slots, t)
+        here = change[: part.stop - lo]
+        np.multiply(direction, lr, out=here)
+        np.subtract(x[part], here, out=x[part])
         for name, slot in slots.items():
             state[name][part] = slot
 

@@ -31,8 +31,9 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 from samestep.backends import Shape, Tensors
 from samestep.backends.crew import Crew
 from samestep.backends.paddle_bits import in_memory
+from samestep.backends.paddle_lanes import name_of
 from samestep.backends.paddle_noise import GENERATOR
-from samestep.backends.paddle_replica import PaddleReplica, name_of, sum_of_losses
+from samestep.backends.paddle_replica import PaddleReplica, sum_of_losses
 from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType

@@ -15,12 +15,21 @@ from samestep.backends import bits
 Vector = Any
 
 
-def fingerprint(vectors: Sequence[Vector]) -> Any:
-    """One number of 64 bits for all these vectors, on their device."""
-    place = vectors[0].place
-    if not place.is_gpu_place():
-        return bits.fingerprint([in_memory(vector) for vector in vectors])
-    return on_gpu(vectors)
+class Print:
+    """The fingerprint of vectors that are written to: one number of 64 bits for all of them, on their device."""
+
+    def __init__(self, vectors: Sequence[Vector]) -> None:
+        self._vectors, self._on_gpu = list(vectors), vectors[0].place.is_gpu_place()
+        self._where: list[int] = []
+        self._on_host = bits.Print([])
+
+    def __call__(self) -> Any:
+        if self._on_gpu:
+            return on_gpu(self._vectors)
+        where = [vector.data_ptr() for vector in self._vectors]
+        if where != self._where:  # an operation has put a vector elsewhere
+            self._where, self._on_host = where, bits.Print([in_memory(vector) for vector in self._vectors])
+        return self._on_host()
 
 
 def in_memory(vector: Vector) -> np.ndarray[Any, Any]:

@@ -14,8 +14,6 @@ import copy
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,90 +24,21 @@ from paddle.base.framework import EagerParamBase
 from paddle.nn.clip import merge_selected_rows
 
 from samestep.backends import Deliver, Tensors
-from samestep.backends.paddle_bits import fingerprint, in_memory
+from samestep.backends.paddle_bits import Print, in_memory
+from samestep.backends.paddle_lanes import Flat, Lane, Place, name_of
 from samestep.backends.paddle_noise import Noise
-from samestep.backends.places import ALIGN, places
 from samestep.data import Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
-from samestep.optimizers import Descent
+from samestep.optimizers import SGD, Descent
 from samestep.shards import Span
 from samestep.updating import update_in_place
 
 Tensor = Any
 Vector = Any
 Numbers = np.ndarray[Any, Any]
-Place = tuple[dict[str, Any], str, Tensor]  # a layer's dictionary of tensors, a name in it, and the tensor that is ours
-TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 # Of batch norm and of spectral norm: parameters that the forward pass writes to.
 STATISTICS = {"_mean", "_variance", "weight_u", "weight_v"}
-
-
-class Flat:
-    """Tensors of one type, one after the other in one vector, which is made from them."""
-
-    def __init__(self, tensors: Sequence[Tensor], place: Any) -> None:
-        self.ids, self.shapes, kind = [id(t) for t in tensors], [tuple(t.shape) for t in tensors], name_of(tensors[0])
-        if kind not in TYPES:
-            raise WrongType(f"a tensor of the model is of type {kind}: it must be one of {', '.join(TYPES)}")
-        self.dtype = np.dtype(kind)
-        self.real = self.dtype.kind == "f"
-        self.spans, self.size = places([prod(shape) for shape in self.shapes], self.dtype.itemsize)
-        self._place, unit = place, ALIGN // self.dtype.itemsize
-        zeros = paddle.to_tensor(np.zeros(unit, self.dtype), place=place)
-        self._pads = [zeros[: -(hi - lo) % unit] if (hi - lo) % unit else None for lo, hi in self.spans]
-        self.vector = self.filled([t.numpy() for t in tensors])
-
-    def cut(self, vector: Any) -> list[Any]:
-        """The tensors of such a vector, of Paddle or of NumPy, as views of it."""
-        return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
-
-    def join(self, tensors: Sequence[Tensor]) -> list[Vector]:
-        """Tensors of these shapes as the pieces of such a vector."""
-        pieces = []
-        for tensor, pad, (lo, hi) in zip(tensors, self._pads, self.spans, strict=True):
-            pieces += [tensor.reshape([-1])] * (hi > lo) + [pad] * (pad is not None)
-        return pieces
-
-    def filled(self, arrays: Sequence[Numbers]) -> Vector:
-        """A new vector that holds these arrays."""
-        whole = np.zeros(self.size, self.dtype)
-        for view, array in zip(self.cut(whole), arrays, strict=True):
-            view[...] = array
-        return paddle.to_tensor(whole, place=self._place)
-
-
-@dataclass
-class Lane:
-    layer: paddle.nn.Layer
-    parameters: list[Tensor]
-    state: list[tuple[Vector, list[Place]]]  # a vector, and its views
-    modes: list[bool]
-    buffers: list[tuple[dict[str, Any], dict[str, Any]]]  # of each layer: its dictionary, and what was in it at first
-    constants: dict[str, tuple[Tensor, int]]  # with the version each had at first
-    training: bool = True
-
-    def train(self, training: bool) -> None:
-        """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
-        if training != self.training:
-            self.training = training
-            for layer, mode in zip(self.layer.sublayers(include_self=True), self.modes, strict=True):
-                layer.training = training and mode
-
-    def begin(self, start: Sequence[Flat]) -> None:
-        """Start a shard from a replica's state."""
-        for now, first in self.buffers:
-            now.clear()
-            now.update(first)
-        for (own, _), flat in zip(self.state, start, strict=True):
-            paddle.assign(flat.vector, own)
-
-    def change(self, i: int, start: Flat) -> Vector:
-        """What a shard did to a vector of the state."""
-        own, views = self.state[i]
-        if not all(held[name] is view for held, name, view in views):  # `self.count = self.count + 1` makes a new one
-            own = paddle.concat(start.join([held[name].detach().astype(own.dtype) for held, name, _ in views]))
-        return own - start.vector if start.real else own.astype("int64") - start.vector.astype("int64")
 
 
 class PaddleReplica:
@@ -139,6 +68,7 @@ class PaddleReplica:
         zeros = paddle.to_tensor(np.zeros(shards, self.weights.dtype), place=place)
         # around the one number of a shard: (those of the shards before, those of the shards after)
         self._slots = [([zeros[:i]] * (i > 0), [zeros[i + 1 :]] * (i + 1 < shards)) for i in range(shards)]
+        self._print = Print([flat.vector for flat in [self.weights, *self.state]])
         self._lanes: dict[int, Lane] = {}
         self._making = threading.Lock()
         self._noise = {training: Noise(place) for training in (True, False)}
@@ -149,10 +79,11 @@ class PaddleReplica:
     # One shard
 
     def gradient(self, x: Tensor, y: Tensor, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
-        before, after = self._slots[shard]
+        (before, after), dtype = self._slots[shard], self.parameters.dtype
 
-        def finish(gradients: list[Tensor], changes: list[Vector], loss: Vector, right: Vector) -> Vector:
-            vector = [*self.weights.join(gradients), *changes]
+        def finish(gradients: list[Tensor], changes: list[Vector], loss: Tensor, output: Any) -> Vector:
+            vector, right = [*self.weights.join(gradients), *changes], hits(output, y, dtype)
+            loss, right = loss.astype(dtype).reshape([1]), right.reshape([1])
             return paddle.concat([*vector, *before, loss, *after, *before, right, *after])
 
         return self._compute(x, y, key, finish)
@@ -160,39 +91,46 @@ class PaddleReplica:
     def whole(self, pass_: Pass, span: Span, key: int, optimizer: Descent, slots: Any, lr: float, t: int) -> Any:
         """A whole step of one shard, tensor by tensor: no vector is put together."""
         x, y = pass_.shard(span, self.device)
+        examples, parameters = span[1] - span[0], self._lane(training=True).parameters
+        exact = examples & (examples - 1) == 0  # a power of two: the bits are the same whenever it is divided by
+        plain, rate = exact and optimizer == SGD(), paddle.to_tensor(lr, self.parameters.dtype, self._place)
         weights, held = in_memory(self.parameters), {name: in_memory(slot) for name, slot in slots.items()}
 
-        def finish(gradients: list[Tensor], changes: list[Vector], loss: Vector, right: Vector) -> Vector:
-            arrays = [in_memory(gradient).reshape(-1) for gradient in gradients]
+        def finish(gradients: list[Tensor], changes: list[Vector], loss: Tensor, output: Any) -> Any:
             # a layer's own backward pass may give a weight itself
-            arrays = [array.copy() if np.may_share_memory(array, weights) else array for array in arrays]
-            for array, (lo, hi) in zip(arrays, self.weights.spans, strict=True):
-                own = {name: slot[lo:hi] for name, slot in held.items()}
-                update_in_place(optimizer, weights[lo:hi], own, array, span[1] - span[0], lr, t)
-            return paddle.concat([loss, right])
+            gradients = [g.clone() if np.may_share_memory(in_memory(g), weights) else g for g in gradients]
+            for p, gradient, (lo, hi) in zip(parameters, gradients, self.weights.spans, strict=True):
+                if plain:
+                    paddle._C_ops.sgd_(p, rate, gradient, None, False)  # in one pass, with bits of its own
+                    continue
+                own, array = {name: slot[lo:hi] for name, slot in held.items()}, in_memory(gradient).reshape(-1)
+                update_in_place(optimizer, weights[lo:hi], own, array, 1 if exact else examples, lr, t)
+            right = np.count_nonzero(in_memory(output).argmax(1) == in_memory(y)) if has_scores(output, y) else 0
+            return np.array([loss.item(), right], weights.dtype)
 
-        return self._compute(x, y, key, finish), slots
+        return self._compute(x, y, key, finish, 1 / examples if exact else None), slots
 
     def in_one_go(self, optimizer: Any) -> bool:
         """Whether `whole` can make the steps of this optimizer."""
         return self.device.kind == "cpu" and isinstance(optimizer, Descent) and not self.state
 
-    def _compute(self, x: Tensor, y: Tensor, key: int, finish: Callable[..., Vector]) -> Vector:
-        """What `finish` makes of a shard's gradients, count x change of every buffer, loss and hits."""
+    def _compute(
+        self, x: Tensor, y: Tensor, key: int, finish: Callable[..., Vector], scale: float | None = None
+    ) -> Vector:
+        """What `finish` makes of a shard's gradients, times `scale`, count x change of every buffer, loss and output."""
         lane, dtype = self._lane(training=True), self.parameters.dtype
 
-        def forward() -> tuple[Tensor, Tensor]:
+        def forward() -> tuple[Tensor, Any]:
             lane.begin(self.state)
             output = lane.layer(x)
-            return sum_of_losses(self.loss, output, y), hits(output, y, dtype)
+            return sum_of_losses(self.loss, output, y), output
 
-        def backward(result: tuple[Tensor, Tensor]) -> Vector:
-            loss, right = result
-            loss.backward()
+        def backward(result: tuple[Tensor, Any]) -> Vector:
+            loss, output = result
+            loss.backward(None if scale is None else paddle.full_like(loss, scale))
             with paddle.no_grad():  # a gradient can be differentiated again: it would hold on to what is made of it
                 changes = [lane.change(i, flat).astype(dtype) * len(y) for i, flat in enumerate(self.state)]
-                numbers = loss.detach().astype(dtype).reshape([1]), right.reshape([1])
-                made = finish([dense(p.grad, p) for p in lane.parameters], changes, *numbers)
+                made = finish([dense(p.grad, p) for p in lane.parameters], changes, loss.detach(), output)
             for p in lane.parameters:
                 p.clear_gradient(False)  # frees the memory of the gradients themselves
             self._check_constants(lane)
@@ -237,7 +175,7 @@ class PaddleReplica:
                 paddle.assign(counted.astype(flat.vector.dtype), flat.vector)
 
     def fingerprint(self) -> Vector:
-        return fingerprint([flat.vector for flat in [self.weights, *self.state]])
+        return self._print()
 
     # By name
 
@@ -346,11 +284,6 @@ class PaddleReplica:
             )
 
 
-def name_of(thing: Any) -> str:
-    """The type of a tensor, as NumPy names it."""
-    return str(thing.dtype).removeprefix("paddle.")
-
-
 def tensors_of(model: paddle.nn.Layer) -> dict[str, Tensor]:
     """All parameters and buffers by name, each once."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -389,8 +322,13 @@ def sum_of_losses(loss: Any, output: Any, y: Tensor) -> Tensor:
     return value.flatten(1).mean(1).sum() if value.ndim > 1 else value.sum()
 
 
+def has_scores(output: Any, y: Tensor) -> bool:
+    """Whether the output is one score per class, for labels."""
+    return isinstance(output, paddle.Tensor) and output.ndim == 2 and y.ndim == 1 and bool(y.is_integer())
+
+
 def hits(output: Any, y: Tensor, dtype: Any) -> Tensor:
     """How many examples have their highest score at their label; 0 where the output is not one score per class."""
-    if isinstance(output, paddle.Tensor) and output.ndim == 2 and y.ndim == 1 and y.is_integer():
+    if has_scores(output, y):
         return (output.detach().argmax(1) == y).sum(dtype=dtype)
     return paddle.zeros([], dtype)

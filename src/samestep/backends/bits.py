@@ -10,6 +10,7 @@ two signs which change could cancel each other in one sum of whole words.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Print:
     """The fingerprint of vectors that stay where they are in memory: one number of 64 bits for all of them."""
 
     def __init__(self, vectors: Sequence[Numbers]) -> None:
+        self._vectors = list(vectors)
         laid_out = [_laid_out(vector.view(np.uint8)) for vector in vectors]
         sizes = [(-(-len(rest) // WORD), len(rows), COLUMNS if len(rows) else 0) for rows, rest in laid_out]
         count = sum(map(sum, sizes))
@@ -52,6 +54,10 @@ class Print:
         np.right_shift(self._whole, 32, out=self._upper)
         total: Numbers = np.einsum("i,i->", self._words, self._odd).reshape(1)  # not @: it adds as it multiplies
         return total
+
+    def is_of(self, vectors: Sequence[Numbers]) -> bool:
+        """Whether it is the fingerprint of these very arrays."""
+        return len(vectors) == len(self._vectors) and all(map(operator.is_, vectors, self._vectors))
 
     def _add(self) -> None:
         for rows, along, down in self._sums:

@@ -85,6 +85,7 @@ class MxnetReplica:
         self.gaps = [slice(hi, end) for (_, hi), end in zip(self.weights.spans, ends, strict=True)]
         self.size = self.weights.size + sum(flat.size for flat in self.state) + 2 * shards
         self.bands = [(0, self.size)]
+        self._printer: bits.Print | None = None
         self._print: Vector = None  # the fingerprint, where it is known, and that before the last whole step
         self._behind: Vector = None
 
@@ -129,8 +130,8 @@ class MxnetReplica:
     ) -> tuple[Vector, dict[str, Vector]]:
         """A whole step of one shard, for which Python waits only when it is two steps ahead: [loss, hits], and the slots.
 
-        Whatever need not be an operation of MXNet's is done by one function that its engine calls: to ask for an operation
-        takes longer than many of them do.
+        Whatever need not be an operation of MXNet's is done by functions that its engine calls: to ask for an operation takes
+        longer than many of them do.
         """
         if self._behind is not None:
             self._behind.wait_to_read()
@@ -218,10 +219,14 @@ class MxnetReplica:
         vectors = [self.parameters, *(flat.vector for flat in self.state)]
         if self.device.kind != "cpu":
             return bits.fingerprint([vector.asnumpy() for vector in vectors])  # waits
-        place = nd.zeros((1,), self._home, np.int64)
+        place = nd.empty((1,), self._home, np.int64)
 
         def compute() -> None:
-            memory(place)[:] = bits.fingerprint([memory(vector) for vector in vectors])
+            if self._printer is None:
+                self._printer = bits.Print(
+                    [memory(vector) for vector in vectors]
+                )  # they are written to, and stay there
+            memory(place)[:] = self._printer()
 
         soon(compute, self._home, vectors, [place])
         return place

@@ -92,8 +92,9 @@ class PaddleReplica:
         """A whole step of one shard, tensor by tensor: no vector is put together."""
         x, y = pass_.shard(span, self.device)
         examples, parameters = span[1] - span[0], self._lane(training=True).parameters
-        exact = examples & (examples - 1) == 0  # a power of two: the bits are the same whenever it is divided by
-        plain, rate = exact and optimizer == SGD(), paddle.to_tensor(lr, self.parameters.dtype, self._place)
+        plain, rate = optimizer == SGD(), paddle.to_tensor(lr, self.parameters.dtype, self._place)
+        # the gradient of the mean at once; by a power of two it can be divided at any time with the same bits
+        at_once = plain or examples & (examples - 1) == 0
         weights, held = in_memory(self.parameters), {name: in_memory(slot) for name, slot in slots.items()}
 
         def finish(gradients: list[Tensor], changes: list[Vector], loss: Tensor, output: Any) -> Any:
@@ -104,11 +105,11 @@ class PaddleReplica:
                     paddle._C_ops.sgd_(p, rate, gradient, None, False)  # in one pass, with bits of its own
                     continue
                 own, array = {name: slot[lo:hi] for name, slot in held.items()}, in_memory(gradient).reshape(-1)
-                update_in_place(optimizer, weights[lo:hi], own, array, 1 if exact else examples, lr, t)
+                update_in_place(optimizer, weights[lo:hi], own, array, 1 if at_once else examples, lr, t)
             right = np.count_nonzero(in_memory(output).argmax(1) == in_memory(y)) if has_scores(output, y) else 0
             return np.array([loss.item(), right], weights.dtype)
 
-        return self._compute(x, y, key, finish, 1 / examples if exact else None), slots
+        return self._compute(x, y, key, finish, 1 / examples if at_once else None), slots
 
     def in_one_go(self, optimizer: Any) -> bool:
         """Whether `whole` can make the steps of this optimizer."""

@@ -324,6 +324,7 @@ class TensorflowReplica:
         self.layouts = program.trained, program.state
         (self.parameters,) = self.layouts[0].flatten([variable.numpy() for variable in self.layouts[0].variables])
         self.state = self.layouts[1].flatten([variable.numpy() for variable in self.layouts[1].variables])
+        self._print = bits.Print([])
         self.size = len(self.parameters) + sum(map(len, self.state)) + 2 * self.shards
         self.bands = [(0, self.size)]  # what is compiled gives all at once
 
@@ -346,7 +347,10 @@ class TensorflowReplica:
             vector += (mean if is_real(vector) else np.round(mean)).astype(vector.dtype)
 
     def fingerprint(self) -> Vector:
-        return bits.fingerprint([self.parameters, *self.state])
+        vectors = [self.parameters, *self.state]
+        if not self._print.is_of(vectors):
+            self._print = bits.Print(vectors)
+        return self._print()
 
     def vectors(self) -> list[Vector]:
         return [self.parameters, *filter(is_real, self.state)]

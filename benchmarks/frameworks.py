@@ -55,8 +55,8 @@ def measure(backend: str, name: str, rounds: int, steps: int, shards: Sequence[i
     go(steps)  # compiles
     data, threads = ss.Data(train=(x, y)), getattr(peer, "THREADS", len(os.sched_getaffinity(0)))
     base, times = [plain(go, steps)], {n: list[tuple[float, float]]() for n in shards}
-    for _ in range(rounds):
-        for n, pairs in times.items():
+    for n, pairs in times.items():
+        for _ in range(rounds):
             mine = ours(model, data, n, threads if n == 1 else 1)
             base.append(plain(go, steps))
             pairs.append((mine, (base[-2] + base[-1]) / 2))  # the plain loop just before, and just after

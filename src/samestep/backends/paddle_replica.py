@@ -37,6 +37,7 @@ from samestep.updating import update_in_place
 Tensor = Any
 Vector = Any
 Numbers = np.ndarray[Any, Any]
+INTEGERS = {"int8", "int16", "int32", "int64", "uint8"}
 # Of batch norm and of spectral norm: parameters that the forward pass writes to.
 STATISTICS = {"_mean", "_variance", "weight_u", "weight_v"}
 
@@ -71,6 +72,7 @@ class PaddleReplica:
         self._print = Print([flat.vector for flat in [self.weights, *self.state]])
         self._lanes: dict[int, Lane] = {}
         self._making = threading.Lock()
+        self._rate: tuple[float | None, Tensor] = None, None  # that of the last whole step, as a number and as a tensor
         self._noise = {training: Noise(place) for training in (True, False)}
         self._digests = self._digested()  # None when they have been compared
         self.size = len(self.parameters) + sum(flat.size for flat in self.state) + 2 * shards
@@ -92,17 +94,21 @@ class PaddleReplica:
         """A whole step of one shard, tensor by tensor: no vector is put together."""
         x, y = pass_.shard(span, self.device)
         examples, parameters = span[1] - span[0], self._lane(training=True).parameters
-        plain, rate = optimizer == SGD(), paddle.to_tensor(lr, self.parameters.dtype, self._place)
+        plain = optimizer == SGD()
         # the gradient of the mean at once; by a power of two it can be divided at any time with the same bits
         at_once = plain or examples & (examples - 1) == 0
-        weights, held = in_memory(self.parameters), {name: in_memory(slot) for name, slot in slots.items()}
+        if lr != self._rate[0]:
+            self._rate = lr, paddle.to_tensor(lr, self.parameters.dtype, self._place)
+        weights = in_memory(self.parameters)
+        first, last = weights.ctypes.data, weights.ctypes.data + weights.nbytes
+        held = {name: in_memory(slot) for name, slot in slots.items()}
 
         def finish(gradients: list[Tensor], changes: list[Vector], loss: Tensor, output: Any) -> Any:
             # a layer's own backward pass may give a weight itself
-            gradients = [g.clone() if np.may_share_memory(in_memory(g), weights) else g for g in gradients]
+            gradients = [g.clone() if first <= g.data_ptr() < last else g for g in gradients]
             for p, gradient, (lo, hi) in zip(parameters, gradients, self.weights.spans, strict=True):
                 if plain:
-                    paddle._C_ops.sgd_(p, rate, gradient, None, False)  # in one pass, with bits of its own
+                    paddle._C_ops.sgd_(p, self._rate[1], gradient, None, False)  # in one pass, with bits of its own
                     continue
                 own, array = {name: slot[lo:hi] for name, slot in held.items()}, in_memory(gradient).reshape(-1)
                 update_in_place(optimizer, weights[lo:hi], own, array, 1 if at_once else examples, lr, t)
@@ -325,7 +331,7 @@ def sum_of_losses(loss: Any, output: Any, y: Tensor) -> Tensor:
 
 def has_scores(output: Any, y: Tensor) -> bool:
     """Whether the output is one score per class, for labels."""
-    return isinstance(output, paddle.Tensor) and output.ndim == 2 and y.ndim == 1 and bool(y.is_integer())
+    return isinstance(output, paddle.Tensor) and output.ndim == 2 and y.ndim == 1 and name_of(y) in INTEGERS
 
 
 def hits(output: Any, y: Tensor, dtype: Any) -> Tensor:

@@ -258,12 +258,11 @@ def sum_of_losses(loss: Any, output: Any, y: Array, kind: str) -> Array:
 
 
 def cross_entropy(output: Array, y: Array, kind: str) -> Array:
-    scores = output - jax.lax.stop_gradient(output.max(-1, keepdims=True))
+    scores = jax.nn.log_softmax(output)
     if kind == "cpu":
-        right = jnp.take_along_axis(scores, y[..., None], -1)[..., 0]
-    else:  # the gradient of taking one is a scatter, which is slow where its order is to be the same
-        right = jnp.where(jnp.arange(output.shape[-1]) == y[..., None], scores, 0).sum(-1)
-    return jnp.log(jnp.exp(scores).sum(-1)) - right
+        return -jnp.take_along_axis(scores, y[..., None], -1)[..., 0]
+    # The gradient of taking one is a scatter, which is slow where its order is to be the same.
+    return -jnp.where(jnp.arange(output.shape[-1]) == y[..., None], scores, 0).sum(-1)
 
 
 def hits(output: Any, y: Array) -> Array:

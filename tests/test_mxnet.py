@@ -348,7 +348,7 @@ def test_the_generator_is_set_for_shards_that_draw_only(hybrid, monkeypatch):
     assert run(dropout) == (6, 6)  # two shards of three batches
 
 
-@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9), ss.adam()], ids=repr)
+@pytest.mark.parametrize("optimizer", [ss.sgd(), ss.sgd(momentum=0.9), ss.adam()], ids=repr)
 @pytest.mark.parametrize("layers", [(nn.BatchNorm, dropout), (dropout,)], ids=["with state", "without"])
 def test_a_step_in_one_go_has_the_bits_of_one_by_parts(layers, optimizer, monkeypatch):
     """Batches of 32, and a last one whose size is no power of two."""

@@ -125,6 +125,12 @@ class OnHost:
     def _pairs(self) -> list[tuple[Numbers, Numbers]]:
         return list(zip(map(memory, self.lane.weights), self._flat.cut(self.weights), strict=True))
 
+    def descend(self, lr: float) -> None:
+        """What plain SGD does with a gradient of the mean, in the gradient's memory, which is zeroed next."""
+        change = self.total[: len(self.weights)]
+        np.multiply(change, lr, out=change)
+        np.subtract(self.weights, change, out=self.weights)
+
     def refresh(self) -> None:
         """Make the lane ready for the next step: with the weights, and gradients of zero."""
         for own, new in self._pairs:

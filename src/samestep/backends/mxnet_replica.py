@@ -38,7 +38,7 @@ from samestep.backends.mxnet_noise import Graphs, drawn_from
 from samestep.data import Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
-from samestep.optimizers import Descent
+from samestep.optimizers import SGD, Descent
 from samestep.shards import Span
 from samestep.updating import update_in_place
 
@@ -147,8 +147,11 @@ class MxnetReplica:
         one = self._one
 
         def update() -> None:
-            state = {name: memory(slot) for name, slot in slots.items()}
-            update_in_place(optimizer, one.weights, state, one.total, 1 if exact else examples, lr, t)
+            if exact and stateless and optimizer == SGD():
+                one.descend(lr)
+            else:
+                state = {name: memory(slot) for name, slot in slots.items()}
+                update_in_place(optimizer, one.weights, state, one.total, 1 if exact else examples, lr, t)
             if stateless:
                 one.refresh()
 

@@ -86,7 +86,10 @@ def accuracy() -> str:
     for result in [result for name in names for result in results(name)]:
         last = [row["curve"][-1] for row in result["rows"]]
         seeds = ", ".join(f"{value:.4f}" for value in last)
-        mean, spread = statistics.mean(last), statistics.stdev(last) if len(last) > 1 else 0.0
+        if len(last) == 1:
+            blocks.append(f"{about(result)}: {seeds} (seed 0 only)")
+            continue
+        mean, spread = statistics.mean(last), statistics.stdev(last)
         blocks.append(f"{about(result)}: {mean:.3f} ± {spread:.3f} (seeds 0 to {len(last) - 1}: {seeds})")
     return "\n\n".join(blocks)
 

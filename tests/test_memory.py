@@ -146,10 +146,8 @@ def check_across(made: Made, memories: list[Any], calls: list[tuple[int, int, st
 
     for results in made.each(work, worlds):
         for i, (result, vectors) in enumerate(zip(results, given, strict=True)):
-            same = (
-                result == along_the_tree(vectors).tobytes()
-            )  # by itself: pytest would spell out how a megabyte differs
-            assert same, calls[i]
+            same = result == along_the_tree(vectors).tobytes()
+            assert same, calls[i]  # of the bytes themselves, pytest would spell out how a megabyte differs
 
 
 CALL = st.tuples(st.integers(1, 11), st.integers(0, 70), st.sampled_from(["f4", "f8", "f2", "i8"]))

@@ -63,7 +63,7 @@ class Replica(Protocol):
 
     One that is `looped` is asked for all its shards at once, where their examples are on the device: gradients(pass_, spans,
     keys, shards) gives the parts of these shards (JAX on GPUs). One with whole(pass_, span, key, optimizer, slots, lr, t) makes
-    a step of one shard in one go, if in_one_go(optimizer) says so, and returns [loss, hits] and the slots.
+    a step of one shard in one go, if in_one_go(optimizer) says so, and returns [loss, hits], for `get`, and the slots.
     """
 
     device: Device

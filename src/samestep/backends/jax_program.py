@@ -157,7 +157,7 @@ class Program:
 
         return compiled(compute, self.kind, static_argnums=(0, 1, 2, 3))
 
-    @functools.cache  # noqa: B019 as programs are kept themselves
+    @functools.lru_cache(maxsize=16)  # noqa: B019 as many as programs are kept
     def step(self, optimizer: Any) -> Any:
         """A whole step of one shard, with weights and slots leaf by leaf; `about` says which line of the book is its own, from
         what key it draws, its rate, and which rows of x and y are its examples (jax_book.told).

@@ -49,7 +49,7 @@ class JaxReplica:
         self._vector: Vector | None = put(self.layouts[0].flatten(params)[0])
         self._print: Vector | None = None  # fingerprint of the weights, where a step has given it
         self._dtype = jnp.dtype(self.layouts[0].types[0])
-        self._step: Any = None  # a whole step, when it has been made
+        self._step: tuple[Any, Any] = None, None  # an optimizer, and a whole step with it
         self._book: Book | None = None  # what whole steps have said
         self.state = put(self.layouts[1].flatten(state))
         self.program = program(self._form, ById.wrap(loss), *self.layouts, shards, device.kind)
@@ -104,13 +104,13 @@ class JaxReplica:
             index = np.arange(hi - lo)
         leaves = self._leaves or self.program.split(self._vector)
         slots = {name: slot if isinstance(slot, list) else self.program.split(slot) for name, slot in slots.items()}
-        if self._step is None:
-            self._step = self.program.step(optimizer)
+        if self._step[0] is not optimizer:
+            self._step = optimizer, self.program.step(optimizer)
         if self._book is None or self._book.closed:
             self._book = Book(self._dtype, self._place)
         book, number = self._book, self._book.used
         about = told(number, key, lr, self._dtype, index)
-        self._leaves, slots, book.array, self.state = self._step(leaves, slots, book.array, self.state, x, y, about)
+        self._leaves, slots, book.array, self.state = self._step[1](leaves, slots, book.array, self.state, x, y, about)
         book.used += 1
         self._vector, self._print = None, Line(book, number, numbers=False)
         return Line(book, number, numbers=True), slots

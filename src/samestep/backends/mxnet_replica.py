@@ -85,7 +85,7 @@ class MxnetReplica:
         self.gaps = [slice(hi, end) for (_, hi), end in zip(self.weights.spans, ends, strict=True)]
         self.size = self.weights.size + sum(flat.size for flat in self.state) + 2 * shards
         self.bands = [(0, self.size)]
-        self._printer: bits.Print | None = None
+        self._printer: bits.Print | None = None  # of vectors that are written to, and stay where they are
         self._print: Vector = None  # the fingerprint, where it is known, and that before the last whole step
         self._behind: Vector = None
 
@@ -226,9 +226,7 @@ class MxnetReplica:
 
         def compute() -> None:
             if self._printer is None:
-                self._printer = bits.Print(
-                    [memory(vector) for vector in vectors]
-                )  # they are written to, and stay there
+                self._printer = bits.Print([memory(vector) for vector in vectors])
             memory(place)[:] = self._printer()
 
         soon(compute, self._home, vectors, [place])

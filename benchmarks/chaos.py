@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from samestep import checkpoint
-from samestep.run import Run, events
-from samestep.verify import Job, Start, Way
+from samestep.runs import checkpoint
+from samestep.runs.run import Run, events
+from samestep.runs.verify import Job, Start, Way
 
 JOB = Job(Path(__file__).parent.parent / "tests" / "chaos" / "job.py")
 WAYS = [*map(Way, (1, 2, 3, 5, 8)), Way(1, 2), Way(2, 2), Way(4, 2), Way(1, 3)]

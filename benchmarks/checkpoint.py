@@ -21,8 +21,8 @@ import torch
 from machine import keep, machine, table
 
 import samestep as ss
-from samestep.checkpoint import Writer
 from samestep.models import torch as models
+from samestep.runs.checkpoint import Writer
 
 STEPS, ROUNDS = 40, 7
 
@@ -36,7 +36,7 @@ def lenet(data: ss.Data, every: int | None) -> tuple[float, int]:
             super().close()
             written.append(self.written)
 
-    import samestep.run
+    import samestep.runs.run
 
     samestep.run.Writer = Counting  # type: ignore[misc]
     try:

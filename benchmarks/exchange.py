@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from machine import keep
 
-from samestep import exchange, processes, shards
-from samestep.backends import torch as backends
-from samestep.backends.torch_world import TorchWorld
+from samestep import shards
+from samestep.backends.torch.backend import backend as backends
 from samestep.devices import cpu
+from samestep.processes import exchange
+from samestep.processes import place as processes
+from samestep.processes.torch import TorchWorld
 
 SHARDS = 8
 

@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 
 import samestep as ss
-from samestep import backends, checkpoint, models
-from samestep.run import events
+from samestep import backends, models
+from samestep.runs import checkpoint
+from samestep.runs.run import events
 
 STEPS, BATCH, EVERY = 100, 256, 5  # weights are compared after every fifth step
 ALLOWED = {"float64": 1e-10, "float32": 1e-4}

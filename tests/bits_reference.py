@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samestep.backends import bits
+from samestep import fingerprint as bits
 
 
 def of_bytes(raw: bytes) -> int:

@@ -1,6 +1,6 @@
 """Proof that a change of the code changes no bit: every framework and its zoo, on 1, 2, 3 and 8 devices, in 1 and 3 processes.
 
-    python tests/golden.py --write     before the change: keeps every step's fingerprint, the history and a checkpoint of each run
+    python tests/golden.py --write     before the change: keeps every step's fingerprint and a checkpoint of each run
     python tests/golden.py --check     after it: the same again, compared with ==; and the old checkpoints are resumed
 
 Bits depend on the kind of CPU, so the folder .golden is made and checked on one machine, and is not committed.

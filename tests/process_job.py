@@ -26,11 +26,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep as ss
-from samestep import draws, fit, run, step
-from samestep.backends import torch_replica, torch_world
+from samestep import draws
+from samestep.backends.torch.backend import replica as torch_replica
 from samestep.devices import cpu
 from samestep.errors import NotFinite, ProcessFailed
-from samestep.processes import find
+from samestep.processes import torch as torch_world
+from samestep.processes.place import find
+from samestep.runs import run
+from samestep.training import fit, step
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure
 RANDOM = np.random.default_rng(0)

@@ -24,11 +24,11 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 LIMIT = 25 * 60.0  # seconds for one of the processes; they take up to 10 minutes on two cores
 # What must also hold on the oldest NumPy that samestep supports, which MXNet brings along.
-ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "test_expressions.py"]
+ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "schedules/test_text.py"]
 # Frameworks beside PyTorch in this environment: the conformance suite again, in a process of its own.
 OTHERS = ["jax", "tensorflow", "paddle"]
 # Tests that mostly wait for processes they have started: a run of their own, beside the rest.
-PROCESSES = ["test_processes.py", "test_sockets.py", "test_meeting.py", "test_verify.py", "chaos"]
+PROCESSES = ["processes", "runs/test_verify.py", "chaos"]
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def runs(mxnet: Path | None) -> list[Run]:
     found = [Run("PyTorch, and what needs no framework", but=apart), Run("processes", apart)]
     for name in OTHERS:
         if importlib.util.find_spec(name):
-            found.append(Run(name, [TESTS / "conformance", TESTS / f"test_{name}.py"], name))
+            found.append(Run(name, [TESTS / "conformance", TESTS / "backends" / f"test_{name}.py"], name))
         else:
             print(f"{name}'s tests are skipped: it is not installed")
     if mxnet:
         python = str(mxnet)
-        found.append(Run("MXNet", [TESTS / "conformance", TESTS / "test_mxnet.py"], "mxnet", python))
+        found.append(Run("MXNet", [TESTS / "conformance", TESTS / "backends" / "test_mxnet.py"], "mxnet", python))
     for file in sorted((TESTS / "parity").glob("test_*.py")):
         if "mxnet" not in file.name:
             found.append(Run(file.stem, [file]))

@@ -16,6 +16,7 @@ import samestep
 PACKAGE = Path(samestep.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
+ONE_FILE_EACH = ("models", "schedules/exports", "d2l", "processes")
 
 NAMES = [
     "Data", "Device", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw", "allreduce",
@@ -62,7 +63,7 @@ def test_import_is_light() -> None:
 
 def test_the_trainer_needs_no_framework() -> None:
     code = "import samestep; samestep.Trainer(optimizer=samestep.sgd(momentum=0.9)); samestep.cpu()"
-    assert imported_by(code, (*FRAMEWORKS, "samestep.trainer")) == ["samestep.trainer"]
+    assert imported_by(code, (*FRAMEWORKS, "samestep.training.trainer")) == ["samestep.training.trainer"]
 
 
 def relative(file: Path) -> str:
@@ -96,10 +97,10 @@ def frameworks_of(code: str) -> set[str]:
 
 
 def may_import(file: str) -> set[str]:
-    folder, _, name = file.rpartition("/")
-    owner = name.removesuffix(".py").split("_")[0]
-    owner = {"optax": "jax", "keras": "tensorflow"}.get(owner, owner) if folder == "schedulers" else owner
-    return {owner} & set(FRAMEWORKS) if folder in ("backends", "models", "d2l", "schedulers") else set()
+    """backends/x/*.py, and x.py in the rooms that have one file a framework."""
+    *rooms, name = file.removesuffix(".py").split("/")
+    owner = rooms[-1] if rooms[:1] == ["backends"] else name if "/".join(rooms) in ONE_FILE_EACH else ""
+    return {{"optax": "jax", "keras": "tensorflow"}.get(owner, owner)} & set(FRAMEWORKS)
 
 
 @pytest.mark.parametrize("file", FILES, ids=relative)
@@ -108,9 +109,9 @@ def test_only_the_files_of_a_framework_import_it(file: Path) -> None:
 
 
 def test_the_check_above_sees_what_it_should() -> None:
-    assert frameworks_of((PACKAGE / "backends" / "torch.py").read_text()) == {"torch"}
+    assert frameworks_of((PACKAGE / "backends" / "torch" / "backend.py").read_text()) == {"torch"}
     assert frameworks_of("try:\n    import torch.nn as nn\nexcept ImportError:\n    pass") == {"torch"}
     assert frameworks_of("class A:\n    from jax import numpy") == {"jax"}
     assert frameworks_of("def f():\n    import torch\nfrom . import torch\nfrom samestep.models import torch") == set()
-    assert may_import("backends/torch_replica.py") == may_import("models/torch.py") == {"torch"}
-    assert may_import("step.py") == may_import("backends/__init__.py") == may_import("torch.py") == set()
+    assert may_import("backends/torch/replica.py") == may_import("models/torch.py") == {"torch"}
+    assert may_import("training/step.py") == may_import("backends/__init__.py") == may_import("torch.py") == set()

@@ -13,7 +13,7 @@ import numpy as np
 
 import samestep as ss
 from samestep import models
-from samestep.run import export
+from samestep.runs.run import export
 
 # With the side of the images: batch norm needs more than one value to be left of them.
 MODELS = {"lenet_modern": 28, "resnet18": 40}

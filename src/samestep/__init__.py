@@ -15,16 +15,16 @@ __version__ = "0.1.0"
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
 
 _WHERE = {
-    "exchange": ["allreduce", "replicate", "split_batch"],
-    "algebra": ["Schedule"],
-    "averaging": ["path_average", "swa"],
-    "data": ["Data"],
+    "processes.exchange": ["allreduce", "replicate", "split_batch"],
+    "schedules.algebra": ["Schedule"],
+    "optimizers.averaging": ["path_average", "swa"],
+    "data.examples": ["Data"],
     "devices": ["Device", "cpu", "device_of", "get", "gpu", "num_gpus", "put", "try_all_gpus", "try_gpu"],
-    "fashion": ["fashion_mnist"],
-    "optimizers": ["adagrad", "adam", "adamw", "sgd", "sgld"],
-    "plateau": ["Plateau"],
-    "run": ["Run"],
-    "schedules": [
+    "data.fashion": ["fashion_mnist"],
+    "optimizers.rules": ["adagrad", "adam", "adamw", "sgd", "sgld"],
+    "schedules.plateau": ["Plateau"],
+    "runs.run": ["Run"],
+    "schedules.kinds": [
         "constant",
         "cosine",
         "drops",
@@ -38,7 +38,7 @@ _WHERE = {
         "table",
         "triangle",
     ],
-    "trainer": ["Trainer"],
+    "training.trainer": ["Trainer"],
     "errors": ["SamestepError"],
 }
 _NAMES = {name: module for module, names in _WHERE.items() for name in names}
@@ -51,17 +51,16 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from samestep.algebra import Schedule
-    from samestep.averaging import path_average, swa
-    from samestep.data import Data
+    from samestep.data.examples import Data
+    from samestep.data.fashion import fashion_mnist
     from samestep.devices import Device, cpu, device_of, get, gpu, num_gpus, put, try_all_gpus, try_gpu
     from samestep.errors import SamestepError
-    from samestep.exchange import allreduce, replicate, split_batch
-    from samestep.fashion import fashion_mnist
-    from samestep.optimizers import adagrad, adam, adamw, sgd, sgld
-    from samestep.plateau import Plateau
-    from samestep.run import Run
-    from samestep.schedules import (
+    from samestep.optimizers.averaging import path_average, swa
+    from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld
+    from samestep.processes.exchange import allreduce, replicate, split_batch
+    from samestep.runs.run import Run
+    from samestep.schedules.algebra import Schedule
+    from samestep.schedules.kinds import (
         constant,
         cosine,
         drops,
@@ -75,7 +74,8 @@ if TYPE_CHECKING:
         table,
         triangle,
     )
-    from samestep.trainer import Trainer
+    from samestep.schedules.plateau import Plateau
+    from samestep.training.trainer import Trainer
 
 
 def __getattr__(name: str) -> Any:

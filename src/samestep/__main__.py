@@ -1,5 +1,5 @@
 """`python -m samestep` is the command `samestep`."""
 
-from samestep.cli import run
+from samestep.screen.cli import run
 
 run()

@@ -18,7 +18,7 @@ from samestep.shards import cut
 
 if TYPE_CHECKING:
     from samestep.backends import Backend
-    from samestep.processes import Place
+    from samestep.processes.place import Place
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import samestep as ss
-from samestep import checkpoint
-from samestep.checkpoint import Writer
 from samestep.models.torch import mlp
-from samestep.run import RunFolder
-from samestep.verify import Job, Way
+from samestep.runs import checkpoint
+from samestep.runs.checkpoint import Writer
+from samestep.runs.run import RunFolder
+from samestep.runs.verify import Job, Way
 
 HERE = Path(__file__).parent
 SEED = 1
@@ -52,7 +52,7 @@ def test_killed_at_random_moments(chaos: ModuleType, tmp_path: Path) -> None:
 
 
 FORGETS = """
-from samestep.step import FlatUpdater
+from samestep.training.step import FlatUpdater
 FlatUpdater.load = lambda self, tensors: None  # the optimizer's state
 import job
 job.main()
@@ -75,12 +75,12 @@ EVERY_STATE = r"""
 import json, os, shutil, signal, sys, threading, traceback
 from pathlib import Path
 import numpy as np
-from samestep import checkpoint
-from samestep.run import Run, RunFolder, chain, events, fingerprint
+from samestep.runs import checkpoint
+from samestep.runs.run import Run, RunFolder, chain, events, fingerprint
 
 os.fsync = lambda file: None  # what was written is there after a kill, if not after a loss of power
 STEPS, RECIPE, root = 4, {"max_epochs": 1, "seed": 0, "initial": "0" * 64}, sys.argv[1]
-FILES = {sys.modules[name].__file__ for name in ("samestep.run", "samestep.checkpoint")}
+FILES = {sys.modules[name].__file__ for name in ("samestep.runs.run", "samestep.runs.checkpoint")}
 
 def weights(step):
     return {"w": np.full(3, step, np.float32)}

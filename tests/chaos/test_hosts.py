@@ -23,7 +23,7 @@ from chaos import elastic_job
 from chaos.hosts import LINK, Network, address, missing
 
 import samestep as ss
-from samestep import checkpoint
+from samestep.runs import checkpoint
 
 DEADLINE = 120  # seconds that anything may take on a busy machine
 TIMEOUT = 6  # seconds after which the job gives up a process that does not answer
@@ -224,9 +224,9 @@ def test_killed_processes_are_started_again(network: Network, tmp_path: Path, al
 
 MEET = """
 import os, sys
-from samestep.backends.torch_world import TorchWorld
+from samestep.processes.torch import TorchWorld
 from samestep.errors import ProcessFailed
-from samestep.processes import find
+from samestep.processes.place import find
 print("meeting", flush=True)
 world = TorchWorld(find(), 30.0)
 print(b" ".join(world.collect(sys.argv[1].encode())).decode(), flush=True)

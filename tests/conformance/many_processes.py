@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import samestep as ss
 from conformance import suite
-from samestep import run as runs
-from samestep import step
 from samestep.errors import ProcessFailed
-from samestep.processes import MEET, Place, find
+from samestep.processes.place import MEET, Place, find
+from samestep.runs import run as runs
+from samestep.training import step
 
 
 @functools.cache  # what was compiled for a function is found again

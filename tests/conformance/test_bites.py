@@ -6,11 +6,11 @@ import pytest
 
 import samestep as ss
 from conformance import suite
-from samestep import exchange as exchanging
-from samestep import fit as fitting
-from samestep import step as stepping
-from samestep.rates import Rates
+from samestep.processes import exchange as exchanging
+from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass
+from samestep.training import fit as fitting
+from samestep.training import step as stepping
 
 Replica = suite.zoo.Replica
 

@@ -18,8 +18,10 @@ import reference
 import samestep as ss
 from conformance import suite
 from conformance.precision import PRECISIONS, computing_in, double
-from samestep import cli, draws, fashion, models
-from samestep.run import fingerprint
+from samestep import draws, models
+from samestep.data import fashion
+from samestep.runs.run import fingerprint
+from samestep.screen import cli
 
 STEPS, BATCH, RATE = 100, 16, 0.05
 

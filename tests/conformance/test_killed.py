@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from conformance import suite
-from samestep import checkpoint
-from samestep.updating import FlatUpdater
-from samestep.verify import Job, Start, Way
+from samestep.optimizers.updating import FlatUpdater
+from samestep.runs import checkpoint
+from samestep.runs.verify import Job, Start, Way
 
 SEED = 1
 STEPS = 12
@@ -22,7 +22,7 @@ JOB = f"""
 import sys, threading
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from conformance import suite
-from samestep.step import Group
+from samestep.training.step import Group
 
 step, model, last = Group.step, sys.argv[1], int(sys.argv[2])
 

@@ -11,8 +11,8 @@ import pytest
 import samestep as ss
 from conformance import many_processes as job
 from conformance import suite
-from samestep.processes import launch
-from samestep.step import Group
+from samestep.processes.place import launch
+from samestep.training.step import Group
 
 
 class Stopped(Exception):

@@ -6,8 +6,8 @@ import pytest
 
 import samestep as ss
 from conformance import suite
-from samestep.data import Feed
-from samestep.updating import FlatUpdater
+from samestep.data.examples import Feed
+from samestep.optimizers.updating import FlatUpdater
 
 OPTIMIZERS = {
     "plain": ss.sgd(),

@@ -4,7 +4,7 @@ import pytest
 
 import samestep as ss
 from conformance import suite
-from samestep.step import Group
+from samestep.training.step import Group
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from samestep.backends.jax_replica import JaxReplica as Replica  # noqa: F401
+from samestep.backends.jax.replica import JaxReplica as Replica  # noqa: F401
 from samestep.models import jax as models
 
 

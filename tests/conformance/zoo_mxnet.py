@@ -8,7 +8,7 @@ with warnings.catch_warnings():
 
 from mxnet.gluon import HybridBlock, nn
 
-from samestep.backends.mxnet_replica import MxnetReplica as Replica  # noqa: F401
+from samestep.backends.mxnet.replica import MxnetReplica as Replica  # noqa: F401
 from samestep.models import mxnet as models
 
 

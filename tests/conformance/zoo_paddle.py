@@ -8,7 +8,7 @@ with warnings.catch_warnings():
 
 from paddle import nn
 
-from samestep.backends.paddle_replica import PaddleReplica as Replica  # noqa: F401
+from samestep.backends.paddle.replica import PaddleReplica as Replica  # noqa: F401
 from samestep.models import paddle as models
 
 

@@ -2,7 +2,7 @@
 
 import keras
 
-from samestep.backends.tensorflow_replica import TensorflowReplica as Replica  # noqa: F401
+from samestep.backends.tensorflow.replica import TensorflowReplica as Replica  # noqa: F401
 from samestep.models import tensorflow as models
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from samestep.backends.torch_replica import TorchReplica as Replica  # noqa: F401
+from samestep.backends.torch.replica import TorchReplica as Replica  # noqa: F401
 from samestep.models import torch as models
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samestep.optimizers import Adam, Optimizer, adagrad, adam, adamw, sgd
+from samestep.optimizers.rules import Adam, Optimizer, adagrad, adam, adamw, sgd
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from parity.tolerances import STEPS, agree
-from samestep.schedules import constant, cosine, drops, piecewise, poly
+from samestep.schedules.kinds import constant, cosine, drops, piecewise, poly
 
 
 def rates_of(rate: Callable[[int], float], n: int = STEPS) -> list[float]:

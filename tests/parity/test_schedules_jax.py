@@ -16,12 +16,12 @@ optax = pytest.importorskip("optax")
 
 import jax.numpy as jnp
 
-import samestep.schedulers.optax
+import samestep.schedules.exports.optax
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
-from samestep.algebra import Schedule
 from samestep.errors import Invalid, WrongType
-from samestep.schedulers.optax import schedule_fn
-from samestep.schedules import cosine, drops, exponential, poly
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.exports.optax import schedule_fn
+from samestep.schedules.kinds import cosine, drops, exponential, poly
 
 by_name = pytest.mark.parametrize("name", EXPORTED)
 

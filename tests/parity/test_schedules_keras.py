@@ -20,12 +20,12 @@ keras = pytest.importorskip("keras")
 
 from keras.optimizers import SGD, schedules
 
-import samestep.schedulers.keras
+import samestep.schedules.exports.keras
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
-from samestep.algebra import Schedule
 from samestep.errors import Invalid, WrongType
-from samestep.schedulers.keras import Scheduled, callback, schedule
-from samestep.schedules import cosine, exponential, piecewise, poly
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.exports.keras import Scheduled, callback, schedule
+from samestep.schedules.kinds import cosine, exponential, piecewise, poly
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, with NumPy 2
 by_name = pytest.mark.parametrize("name", EXPORTED)

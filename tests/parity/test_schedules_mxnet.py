@@ -20,12 +20,12 @@ with warnings.catch_warnings():
 
 from mxnet import autograd, gluon, lr_scheduler
 
-import samestep.schedulers.mxnet
+import samestep.schedules.exports.mxnet
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
-from samestep.algebra import Schedule
 from samestep.errors import Invalid, WrongType
-from samestep.schedulers.mxnet import scheduler
-from samestep.schedules import constant, cosine, drops, geometric, poly
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.exports.mxnet import scheduler
+from samestep.schedules.kinds import constant, cosine, drops, geometric, poly
 
 by_name = pytest.mark.parametrize("name", EXPORTED)
 

@@ -16,11 +16,11 @@ with warnings.catch_warnings():
 
 from paddle.optimizer import lr as schedulers
 
-import samestep.schedulers.paddle
+import samestep.schedules.exports.paddle
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
 from samestep.errors import Invalid, WrongType
-from samestep.schedulers.paddle import scheduler
-from samestep.schedules import cosine, drops, exponential, inverse_power, natural_exp, piecewise, poly
+from samestep.schedules.exports.paddle import scheduler
+from samestep.schedules.kinds import cosine, drops, exponential, inverse_power, natural_exp, piecewise, poly
 
 by_name = pytest.mark.parametrize("name", EXPORTED)
 

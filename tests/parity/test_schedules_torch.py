@@ -19,12 +19,12 @@ torch = pytest.importorskip("torch")
 from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-import samestep.schedulers.torch
+import samestep.schedules.exports.torch
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
-from samestep.algebra import Schedule
 from samestep.errors import Invalid, WrongType
-from samestep.schedulers.torch import read, scheduler
-from samestep.schedules import constant, cosine, drops, geometric, one_cycle, poly, triangle
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.exports.torch import read, scheduler
+from samestep.schedules.kinds import constant, cosine, drops, geometric, one_cycle, poly, triangle
 
 Make = Callable[[Optimizer], LRScheduler]
 by_name = pytest.mark.parametrize("name", EXPORTED)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from samestep.algebra import Schedule
-from samestep.schedules import cosine, drops, geometric, one_cycle
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.kinds import cosine, drops, geometric, one_cycle
 
 STEPS = 400  # rates that are compared
 

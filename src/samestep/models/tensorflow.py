@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-import samestep.backends.tensorflow  # noqa: F401  (it must be there before TensorFlow starts its threads)
+import samestep.backends.tensorflow.backend  # noqa: F401  (it must be there before TensorFlow starts its threads)
 
 # isort: split
 import keras

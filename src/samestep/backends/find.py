@@ -1,0 +1,130 @@
+"""How a framework is found: by name, or from a model or an array. It is imported only when something of it turns up."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samestep.backends.base import Backend
+from samestep.errors import BackendMissing, WrongType
+
+# Framework → the package to ask for its version, in the order in which a default is looked for.
+FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
+# Packages whose models, arrays, optimizers and schedules are a framework's.
+ALSO = {"flax": "jax", "jaxlib": "jax", "optax": "jax", "keras": "tensorflow"}
+MODELS = {
+    "torch": "a torch.nn.Module",
+    "jax": "a flax module, or a samestep.models.jax.Pair of a function and its parameters",
+    "tensorflow": "a keras.Model or a tf.Module",
+    "paddle": "a paddle.nn.Layer",
+    "mxnet": "a gluon.Block",
+}
+
+
+def available() -> list[str]:
+    """The frameworks that this samestep has a backend for."""
+    here = Path(__file__).parent
+    return [name for name in FRAMEWORKS if (here / name).is_dir()]
+
+
+def installed(name: str) -> str | None:
+    """The installed version of a framework, without importing it; None if there is none."""
+    try:
+        return metadata.version(FRAMEWORKS[name])
+    except metadata.PackageNotFoundError:
+        module = sys.modules.get(name)
+        if module is None and importlib.util.find_spec(name) is None:
+            return None
+        others = [] if module else metadata.packages_distributions().get(name, [])  # such as tensorflow-cpu
+        return metadata.version(others[0]) if others else str(getattr(module, "__version__", "?"))
+
+
+def check(name: str) -> None:
+    """Refuse a framework that samestep does not know, or that is not installed, without importing it."""
+    if name not in available():
+        raise WrongType(f"no backend {name!r}: samestep has {', '.join(available())}")
+    if not installed(name):
+        raise BackendMissing(f"{name!r} is not installed; pip install 'samestep[{name}]'")
+
+
+def load(name: str) -> Backend:
+    """The backend of a name."""
+    if f"samestep.backends.{name}.backend" not in sys.modules:
+        check(name)
+    try:
+        module = importlib.import_module(f"samestep.backends.{name}.backend")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if ALSO.get(package, package) != name:
+            raise
+        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{name}]'") from error
+    backend: Backend = module.backend
+    return backend
+
+
+def default() -> Backend:
+    """The framework already imported in this process, else the first one installed."""
+    names = [name for name in available() if name in sys.modules] or [name for name in available() if installed(name)]
+    if not names:
+        raise BackendMissing(f"no framework is installed; pip install 'samestep[{available()[0]}]'")
+    return load(names[0])
+
+
+def frameworks_of(thing: Any) -> set[str]:
+    """The frameworks that an object is of, found from the classes it is made of; for a function, from its module."""
+    if isinstance(thing, functools.partial):
+        return frameworks_of(thing.func)
+    kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
+    found = set()
+    for module in [*(kind.__module__ for kind in kinds), getattr(thing, "__module__", None)]:
+        root, *rest = str(module).split(".")
+        found |= set(rest) if root == "samestep" else {ALSO.get(root, root)}  # samestep.models.jax is JAX's
+    return found & FRAMEWORKS.keys()
+
+
+def check_mixed(backend: Backend, model: object, **others: Any) -> None:
+    """Refuse objects of another framework than the model's, by their names."""
+    for name, thing in others.items():
+        found = frameworks_of(thing)
+        if found and backend.name not in found:
+            theirs, ours = f"{' and '.join(sorted(found))} ({_kind(thing)})", f"{backend.name} ({_kind(model)})"
+            raise WrongType(
+                f"{name.replace('_', ' ')} is of {theirs} and the model of {ours}: a fit takes objects of one framework, "
+                "NumPy arrays, and what samestep has itself"
+            )
+
+
+def _kind(thing: Any) -> str:
+    thing = thing.func if isinstance(thing, functools.partial) else thing
+    thing = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def of_model(model: object) -> Backend:
+    """The backend of a model, found from the classes it is made of."""
+    found = frameworks_of(model)
+    for name in available():
+        if name in found and load(name).owns(model):
+            return load(name)
+    known = ", ".join(f"{name} ({MODELS[name]})" for name in available())
+    raise WrongType(f"model must be a model of {known}; got {_kind(type(model))}")
+
+
+def of_array(array: object) -> Backend:
+    """The backend of an array; NumPy arrays, which are on the host, go with the default one."""
+    root = type(array).__module__.split(".")[0]
+    root = ALSO.get(root, root)
+    if root in available():
+        return load(root)
+    if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float)):
+        return default()
+    raise WrongType(
+        f"expected an array of {', '.join(available())} or NumPy, got {type(array).__module__}.{type(array).__name__}"
+    )

@@ -1,0 +1,1 @@
+"""JAX, behind the classes of backends/base.py."""

@@ -1,0 +1,91 @@
+"""An optax transformation as the optimizer of a run."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from samestep.backends import Tensors
+from samestep.backends.jax.adapters import ById
+from samestep.backends.jax.program import Layout
+from samestep.backends.jax.replica import JaxReplica
+from samestep.errors import Invalid, WrongType
+
+
+class OptaxUpdater:
+    """An optax transformation at work on one replica, on the model's own tree. The rate comes to it in one of three ways:
+
+    optax.adam, partial(optax.sgd, momentum=0.9)        a function of the rate: it is called with schedule(t)
+    optax.inject_hyperparams(optax.adam)(0.001)         its learning_rate is set to schedule(t); schedule=None keeps it
+    optax.adam(0.001)                                   its rate is inside it: used as it is, and a schedule is an error
+    """
+
+    def __init__(self, given: Any, replica: JaxReplica) -> None:
+        self.replica = replica
+        ready = hasattr(given, "init") and hasattr(given, "update")
+        made = given if ready else given(0.1)
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            raise WrongType(
+                "optimizer must be an optax transformation, or a function that makes one from a rate, "
+                f"got {type(given).__name__}"
+            )
+        layout = replica.layouts[0]
+        way = "rate" if not ready else "fixed"
+        self.state = jax.jit(lambda vector: made.init(layout.unflatten([vector])))(replica.parameters)
+        if ready and "learning_rate" in getattr(self.state, "hyperparams", {}):
+            way = "hyperparams"
+        self.fixed = way == "fixed"
+        self._way, self._update = way, update_of(ById.wrap(given), way, layout)
+
+    def __repr__(self) -> str:
+        """What it computes, hashed: an optax transformation does not say what it was made from."""
+        one = self.replica.parameters.dtype.type(1)
+        program = jax.make_jaxpr(self._update)(self.replica.parameters, self.replica.parameters, self.state, one)
+        return f"optax({hashlib.sha256(str(program).encode()).hexdigest()[:16]})"
+
+    def rate(self) -> float | None:
+        """The rate that it came with; 1 stands for a rate that is inside it and cannot be seen."""
+        if self._way == "hyperparams":
+            return float(self.state.hyperparams["learning_rate"])
+        return 1.0 if self.fixed else None
+
+    def __call__(self, gradient: Any, lr: float, t: int, z: Any) -> None:
+        if self.fixed and lr != 1:
+            raise Invalid(
+                f"schedule asks for a rate of {lr:g}, but this optax transformation has its rate inside: pass the function "
+                "itself (optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
+            )
+        replica = self.replica
+        rate = replica.parameters.dtype.type(lr)
+        parameters, self.state = self._update(replica.parameters, gradient, self.state, rate)
+        replica.assign(parameters)
+
+    def tensors(self) -> Tensors:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
+        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+    def load(self, tensors: Tensors) -> None:
+        paths, structure = jax.tree_util.tree_flatten_with_path(self.state)
+        leaves = [tensors[jax.tree_util.keystr(path)] for path, _ in paths]
+        self.state = jax.device_put(jax.tree.unflatten(structure, leaves), self.replica.parameters.sharding)
+
+
+@functools.lru_cache(maxsize=16)
+def update_of(given: Any, way: str, layout: Layout) -> Any:
+    given = given.it if isinstance(given, ById) else given
+
+    @jax.jit
+    def update(parameters: Any, gradient: Any, state: Any, lr: Any) -> tuple[Any, Any]:
+        params, gradients = layout.unflatten([parameters]), layout.unflatten([gradient])
+        if way == "hyperparams":
+            state = state._replace(hyperparams={**state.hyperparams, "learning_rate": lr})
+        transformation = given(lr) if way == "rate" else given
+        updates, state = transformation.update(gradients, state, params)
+        moved = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
+        return layout.flatten(moved)[0], state
+
+    return update

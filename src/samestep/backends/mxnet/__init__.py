@@ -1,0 +1,1 @@
+"""MXNet, behind the classes of backends/base.py."""

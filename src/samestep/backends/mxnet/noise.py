@@ -1,0 +1,123 @@
+"""Random numbers of a shard's own in MXNet: those that follow after mx.random.seed(key(seed, step, shard)).
+
+The contexts of the CPU share one generator (each Python thread has its own), and the engine lets nobody draw before the draws
+that were asked for earlier. Setting that generator takes 2 ms, whether anybody draws or not, which is more than a small model
+takes for a shard. So it is set just before the first operation of a shard that draws: a model that draws nothing never pays.
+MXNet does not tell which operations draw. Their names do, in MXNet 1.9.1; one that was loaded later, and a compiled graph of
+which nothing is known, are taken for such as draw.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mxnet import random
+from mxnet.base import _LIB, check_call
+from mxnet.context import Context
+from mxnet.gluon import Block
+from mxnet.operator import get_all_registered_operators
+
+from samestep.backends.mxnet.blocks import blocks_of
+
+DRAWS = re.compile(
+    "(?i)random|sample_|_sample$|shuffle|custom|native|_ndarray|^(uniform|normal)$|^_npi_(bernoulli|choice|exponential|gamma|gumbel|logistic|"
+    "multinomial|normal|normal_n|pareto|powerd|rayleigh|uniform|uniform_n|weibull)$"
+)
+BUILT_IN = frozenset(get_all_registered_operators())
+INVOKE, INVOKE_GRAPH = "MXImperativeInvokeEx", "MXInvokeCachedOpEx"  # all operations come through these two
+
+
+def seed(key: int, context: Context) -> None:
+    """Have all that is drawn from now on be drawn from a key, of which MXNet takes 32 bits."""
+    random.seed((key ^ key >> 32) & 0x7FFFFFFF, ctx=context)
+
+
+def draws(name: str, settings: Mapping[str, str]) -> bool:
+    """Whether an operation may draw."""
+    if re.search("(?i)dropout|rnn$", name):
+        return float(settings.get("p", 1)) > 0
+    if re.search("(?i)leaky_?relu", name):
+        return settings.get("act_type") == "rrelu"
+    return bool(DRAWS.search(name)) or name not in BUILT_IN
+
+
+def graph_draws(graph: Any) -> bool:
+    """Whether an operation of a symbol may, or one of the graphs inside it."""
+
+    def within(part: dict[str, Any]) -> bool:
+        nodes = [node for node in part["nodes"] if node["op"] != "null"]
+        return any(
+            draws(node["op"], node.get("attrs", {})) or any(map(within, node.get("subgraphs", []))) for node in nodes
+        )
+
+    return within(json.loads(graph.tojson()))
+
+
+@functools.cache
+def _name(handle: int) -> str:
+    """The name of an operation."""
+    name = ctypes.c_char_p()
+    check_call(_LIB.MXSymbolGetAtomicSymbolName(ctypes.c_void_p(handle), ctypes.byref(name)))
+    return (name.value or b"").decode()
+
+
+@functools.cache
+def _suspect(handle: int) -> bool:
+    """Whether an operation may draw with some settings."""
+    return draws(_name(handle), {"act_type": "rrelu"})
+
+
+class Graphs:
+    """Which compiled graphs of some blocks may draw."""
+
+    def __init__(self, *blocks: Block) -> None:
+        self._blocks = blocks
+        # with the graph itself: what is let go may leave its handle to others
+        self._known: dict[int, tuple[Any, bool]] = {}
+
+    def draw(self, handle: int) -> bool:
+        if handle not in self._known:
+            for _, block in (pair for whole in self._blocks for pair in blocks_of(whole)):
+                compiled = getattr(block, "_cached_op", None)
+                if compiled is not None and compiled.handle.value == handle:
+                    self._known[handle] = compiled, graph_draws(block._cached_graph[1])
+        return handle not in self._known or self._known[handle][1]
+
+
+@contextmanager
+def drawn_from(key: int, context: Context, graphs: Graphs) -> Iterator[None]:
+    """While this lasts, what this thread draws on a context is drawn from a key."""
+    invoke, invoke_graph = getattr(_LIB, INVOKE), getattr(_LIB, INVOKE_GRAPH)
+    thread, waiting = threading.get_ident(), True
+
+    def first() -> None:
+        nonlocal waiting
+        waiting = False
+        seed(key, context)
+
+    def operation(handle: Any, *given: Any) -> int:
+        if waiting and _suspect(handle.value) and threading.get_ident() == thread:
+            settings = {name.decode(): value.decode() for name, value in zip(given[5], given[6], strict=True)}
+            if draws(_name(handle.value), settings):
+                first()
+        return int(invoke(handle, *given))
+
+    def compiled(handle: Any, *given: Any) -> int:
+        if waiting and graphs.draw(handle.value) and threading.get_ident() == thread:
+            first()
+        return int(invoke_graph(handle, *given))
+
+    setattr(_LIB, INVOKE, operation)
+    setattr(_LIB, INVOKE_GRAPH, compiled)
+    try:
+        yield
+    finally:
+        setattr(_LIB, INVOKE, invoke)
+        setattr(_LIB, INVOKE_GRAPH, invoke_graph)

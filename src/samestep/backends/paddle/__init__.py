@@ -1,0 +1,1 @@
+"""Paddle, behind the classes of backends/base.py."""

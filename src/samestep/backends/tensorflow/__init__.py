@@ -1,0 +1,1 @@
+"""TensorFlow, behind the classes of backends/base.py."""

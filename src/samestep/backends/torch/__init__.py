@@ -1,0 +1,1 @@
+"""PyTorch, behind the classes of backends/base.py."""

@@ -1,0 +1,234 @@
+"""PyTorch: devices, arrays, and what PyTorch must be told for the time of a run. The replica is in torch_replica.py."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from samestep.backends import Shape
+from samestep.backends.probing import check_examples, check_output, check_weights, convert
+from samestep.backends.torch.replica import TorchReplica, sum_of_losses
+from samestep.backends.torch.updater import TorchUpdater
+from samestep.backends.workers import Crew
+from samestep.devices import Device, cpu, gpu, host_memory
+from samestep.errors import Invalid, NotDeterministic, OutOfMemory
+from samestep.processes.place import Place, World
+
+# cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+
+
+class TorchBackend:
+    name = "torch"
+    version = torch.__version__
+
+    def __init__(self) -> None:
+        self._crew = Crew()
+
+    # Devices
+
+    def devices(self) -> list[Device]:
+        return [cpu(), *(gpu(i) for i in range(torch.cuda.device_count()))]
+
+    def memory(self, device: Device) -> tuple[int, int]:
+        if device.kind == "cuda":
+            free, total = torch.cuda.mem_get_info(device.index)
+            return total, total - free
+        return host_memory()
+
+    # Arrays
+
+    def owns(self, thing: object) -> bool:
+        return isinstance(thing, (torch.Tensor, torch.nn.Module))
+
+    def device_of(self, array: Any) -> Device:
+        return Device.of(str(array.device)) if isinstance(array, torch.Tensor) else cpu()
+
+    def put(self, array: Any, device: Device) -> Any:
+        self._must_exist(device)
+        if not isinstance(array, torch.Tensor):
+            array = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        if self.device_of(array) == device:
+            return array
+        return array.to(str(device), non_blocking=device.kind == "cuda")  # to the host it must wait
+
+    def get(self, array: Any) -> np.ndarray[Any, Any]:
+        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+
+    place = put
+
+    def copy(self, array: Any, device: Device, gradient: bool = False) -> Any:
+        self._must_exist(device)
+        new = torch.as_tensor(array).detach().to(str(device), copy=True)
+        if gradient:
+            new.requires_grad_()
+            new.grad = torch.zeros_like(new)
+        return new
+
+    def assign(self, array: Any, value: Any) -> Any:
+        with torch.no_grad():
+            array.copy_(value)
+        return array
+
+    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
+        return array.reshape(shape)
+
+    def take(self, array: Any, index: Any) -> Any:
+        # A fresh allocation: the shard's memory is aligned alike, wherever in the data its examples lie.
+        return array.index_select(0, index)
+
+    def add(self, left: Any, right: Any) -> Any:
+        return left.add_(right)
+
+    def concat(self, vectors: Sequence[Any]) -> Any:
+        return torch.cat(list(vectors))
+
+    def zeros_like(self, vector: Any) -> Any:
+        return torch.zeros_like(vector)
+
+    def clip(self, vector: Any, limit: float) -> Any:
+        norm = (vector * vector).sum().sqrt()
+        return vector * (limit / norm.clamp(min=limit))
+
+    # A run
+
+    @contextmanager
+    def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
+        prepare = partial(torch.set_num_threads, threads)
+        # One thread alone is better the caller's: in others, malloc gives large blocks back, and they are made anew each time.
+        with self._crew.at_work(devices, threads, prepare, least=2), self._settings(devices, deterministic, threads):
+            yield
+
+    @contextmanager
+    def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
+        cudnn = torch.backends.cudnn
+        before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
+        arithmetic_threads = torch.get_num_threads()
+        noise = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d.index) for d in devices if d.kind == "cuda"]
+        torch.use_deterministic_algorithms(deterministic)
+        cudnn.benchmark, cudnn.deterministic = False, deterministic
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
+        if devices[0].kind == "cpu":
+            # Beside others: the helpers of a second team would spin between its calls and take the workers' cores.
+            torch.set_num_threads(1 if self._crew.hired else threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(arithmetic_threads)
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory = flags
+            torch.random.set_rng_state(noise[0])
+            for device, state in zip((d for d in devices if d.kind == "cuda"), noise[1], strict=True):
+                torch.cuda.set_rng_state(state, device.index)
+
+    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        with explained():
+            return self._crew.map(tasks)
+
+    # Models
+
+    def describe(self, model: torch.nn.Module) -> str:
+        return type(model).__name__
+
+    def probe(
+        self, model: torch.nn.Module, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x"
+    ) -> Shape:
+        lazy = any(isinstance(p, UninitializedParameter) for p in model.parameters())
+        weights = [p for p in model.parameters() if p.requires_grad]
+        dtype = check_weights(self.describe(model), (str(p.dtype).removeprefix("torch.") for p in weights))
+        check_examples(name, x, dtype)
+        device = Device.of(str(weights[0].device))
+        modes = [(module, module.training) for module in model.modules()]
+        noise = torch.random.get_rng_state()
+        buffers = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items()
+                   if b is not None and not lazy]  # fmt: skip
+        model.eval()
+        try:
+            with torch.no_grad(), explained():
+                output = model(self.put(x, device))
+                if loss is not None:
+                    sum_of_losses(loss, output, self.put(y, device))
+        except RuntimeError as error:
+            if x.dtype.kind != "f" and re.search("dtype|scalar type|Input type", str(error)):
+                raise convert(name, x, dtype) from error
+            raise
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for module, key, buffer, value in buffers:  # a forward pass may write there, also in evaluation
+                module._buffers[key] = buffer.copy_(value)
+            if not lazy:  # making lazy weights is the one draw that belongs to the user's generator
+                torch.random.set_rng_state(noise)
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
+        return check_output("tensor", shape, type(output).__name__, y, loss, dtype)
+
+    def replica(
+        self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
+    ) -> TorchReplica:
+        with explained():
+            return TorchReplica(model, loss, device, shards, capture)
+
+    def updater(self, optimizer: Any, replica: TorchReplica) -> TorchUpdater:
+        return TorchUpdater(optimizer, replica)
+
+    def rates(self, scheduler: Any, n: int) -> list[float]:
+        from samestep.schedules.exports.torch import read
+
+        return read(scheduler, n)
+
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        from samestep.processes.torch import join
+
+        return join(place, timeout, devices)
+
+    def _must_exist(self, device: Device) -> None:
+        if device.index >= (torch.cuda.device_count() if device.kind == "cuda" else 1):
+            raise Invalid(
+                f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine"
+            )
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn PyTorch's errors that have a known remedy into samestep's, which name it."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            found = ASKED.search(text)
+            asked = found[1] if found else "more memory than there is"
+            device = re.search(r"GPU (\d+)", text)
+            raise OutOfMemory(
+                f"{f'cuda:{device[1]}' if device else 'cpu'} ran out of memory when {asked} were asked for: "
+                "raise shards (smaller shards need less), or lower the batch size"
+            ) from error
+        if (
+            "does not have a deterministic implementation" in text
+            or "deterministic behavior was enabled" in text.lower()
+        ):
+            operation = text.split(" does not have")[0].split()[-1]
+            raise NotDeterministic(
+                f"{operation} has no deterministic kernel in torch {torch.__version__}: use another operation, "
+                "or Trainer(deterministic=False), which gives up sameness"
+            ) from error
+        if "Expected more than 1 value per channel when training" in text:
+            raise Invalid(
+                "batch norm needs more than one value per channel in every shard: lower shards or raise the batch size "
+                f"({text})"
+            ) from error
+        raise
+
+
+backend = TorchBackend()

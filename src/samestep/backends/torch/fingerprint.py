@@ -1,0 +1,66 @@
+"""The fingerprints of PyTorch's vectors: on a CPU in their own memory (bits.py), on a GPU there. Both give the same number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from samestep import fingerprint as bits
+
+
+class PrintOnHost(bits.Print):
+    """With PyTorch's sums, which take as many threads as the model does."""
+
+    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
+        super().__init__([vector.view(torch.uint8).numpy() for vector in vectors])
+        self._mine = [[torch.from_numpy(array) for array in arrays] for arrays in self._sums]
+
+    def _add(self) -> None:
+        for rows, along, down in self._mine:
+            torch.sum(rows, 1, out=along)
+            torch.sum(rows, 0, out=down)
+
+
+class Print:
+    """The fingerprint of vectors that stay where they are: one number of 64 bits for all of them, on their device."""
+
+    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
+        self._on_host = PrintOnHost(vectors) if vectors[0].device.type == "cpu" else None
+        self._on_gpu = [] if self._on_host else [laid_out(vector.view(torch.uint8)) for vector in vectors]
+
+    def __call__(self) -> torch.Tensor:
+        return torch.from_numpy(self._on_host()) if self._on_host else on_gpu(self._on_gpu)
+
+
+def fingerprint(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return Print(vectors)()
+
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # the words of a vector in rows of COLUMNS, and the bytes of what is left over
+
+
+def laid_out(raw: torch.Tensor) -> Rows:
+    whole = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS * bits.WORD
+    return raw[:whole].view(torch.int64).view(-1, bits.COLUMNS), raw[whole:]
+
+
+@functools.cache
+def odd_on(device: torch.device, count: int) -> torch.Tensor:
+    return torch.from_numpy(bits.odd(count)).to(device)
+
+
+def on_gpu(vectors: Sequence[Rows]) -> torch.Tensor:
+    """What bits.fingerprint gives, computed by PyTorch where the vectors are."""
+    words = torch.cat([part for vector in vectors for part in sums(*vector)])
+    both = torch.cat([words, words >> 32])
+    return (both * odd_on(both.device, len(both))).sum().view(1)
+
+
+def sums(rows: torch.Tensor, rest: torch.Tensor) -> list[torch.Tensor]:
+    if len(rest) % bits.WORD:
+        rest = torch.nn.functional.pad(rest, (0, -len(rest) % bits.WORD))
+    if not len(rows):
+        return [rest.view(torch.int64)]
+    return [rest.view(torch.int64), rows.sum(1), rows.sum(0)]

@@ -1,0 +1,1 @@
+"""What a fit leaves behind: the run, its folder and checkpoints; and comparing runs."""

@@ -1,0 +1,51 @@
+"""A schedule as an object of each framework: a scheduler that its own training loop takes, one file each.
+
+Rates are computed in float64 by the schedule itself and rounded once, to float32, by the framework or in a table. Only
+the file of a framework imports it; `Exports` gives every schedule the methods that lead there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from samestep.errors import BackendMissing
+
+
+def _file(name: str) -> Any:
+    try:
+        return importlib.import_module(f"samestep.schedules.exports.{name}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package == "samestep":
+            raise
+        extra = {"optax": "jax", "keras": "tensorflow"}.get(name, name)
+        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{extra}]'") from error
+
+
+class Exports:
+    """A schedule's ways into the frameworks."""
+
+    def torch(self, optimizer: Any, last_epoch: int = -1) -> Any:
+        """A torch.optim.lr_scheduler.LRScheduler for this optimizer: call its step() after every update."""
+        return _file("torch").scheduler(self, optimizer, last_epoch)
+
+    def optax(self, steps: int) -> Any:
+        """A function of the count, as optax has them, under jit too: a table of `steps` rates; the last is held."""
+        return _file("optax").schedule_fn(self, steps)
+
+    def keras(self, steps: int) -> Any:
+        """A keras LearningRateSchedule: a table of `steps` rates; the last is held."""
+        return _file("keras").schedule(self, steps)
+
+    def keras_callback(self) -> Any:
+        """A Keras callback that sets the rate of every epoch."""
+        return _file("keras").callback(self)
+
+    def paddle(self, last_epoch: int = -1) -> Any:
+        """A paddle.optimizer.lr.LRScheduler."""
+        return _file("paddle").scheduler(self, last_epoch)
+
+    def mxnet(self) -> Any:
+        """An mxnet.lr_scheduler.LRScheduler."""
+        return _file("mxnet").scheduler(self)

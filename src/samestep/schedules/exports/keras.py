@@ -1,0 +1,65 @@
+"""A schedule as a Keras LearningRateSchedule, one rate a step, or as a callback, one rate an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras  # type: ignore[import-not-found, unused-ignore]
+import numpy as np
+
+from samestep.checks import whole
+from samestep.errors import Invalid
+from samestep.schedules.algebra import Schedule, must_be_schedule
+from samestep.schedules.kinds import from_json
+
+
+@keras.saving.register_keras_serializable(package="samestep")
+class Scheduled(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, unused-ignore]
+    """What `schedule` returns: the first `steps` rates as a table of float32."""
+
+    def __init__(self, schedule: Schedule, steps: int) -> None:
+        super().__init__()
+        self.schedule, self.steps = schedule, steps
+        self.table = schedule.values(steps).astype(np.float32)
+
+    def __call__(self, step: Any) -> Any:
+        index = keras.ops.clip(keras.ops.convert_to_tensor(step), 0, self.steps - 1)
+        return keras.ops.take(keras.ops.convert_to_tensor(self.table), keras.ops.cast(index, "int32"))
+
+    def get_config(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.to_json(), "steps": self.steps}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Scheduled:
+        return cls(from_json(config["schedule"]), config["steps"])
+
+
+def schedule(schedule: Schedule, steps: int) -> Scheduled:
+    """The schedule for a Keras optimizer, SGD(learning_rate=schedule(s, steps)), eager, compiled or in `fit`.
+
+    The first `steps` rates are a table, rounded once from float64; from then on it stays at s(steps - 1). So give as many
+    steps as will be trained: 4 bytes each. With gradient_accumulation_steps=k Keras counts the parts of a step: use
+    s.every(k), and k times the steps. Import this module before a saved model is loaded.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> [float(schedule(poly(1.0, 4), 4)(step)) for step in (0, 1, 3, 9)]
+    [1.0, 0.75, 0.25, 0.25]
+    """
+    schedule = must_be_schedule("keras.schedule", "schedule", schedule)
+    return Scheduled(schedule, whole("keras.schedule", "steps", steps, 1))
+
+
+def callback(schedule: Schedule) -> keras.callbacks.Callback:
+    """A Keras callback that sets the rate at the beginning of each epoch: s(e) through epoch e, also with initial_epoch.
+
+    For schedules `.in_epochs()`, and for those whose t is meant to be the epoch.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> callback(poly(1.0, 4).in_epochs()).schedule(1, 0.0)
+    0.75
+    """
+    schedule = must_be_schedule("keras.callback", "schedule", schedule)
+    if schedule.unit == "steps" and schedule._epochs():
+        raise Invalid("keras.callback: sets one rate an epoch, but the schedule counts steps: use .in_epochs()")
+    by_epoch = schedule.bind(1)
+    return keras.callbacks.LearningRateScheduler(lambda epoch, rate: by_epoch(epoch))

@@ -1,0 +1,104 @@
+"""A schedule as a PyTorch LRScheduler, and the rates of a PyTorch scheduler as a list."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from samestep.checks import show, whole
+from samestep.errors import Invalid, WrongType
+from samestep.schedules.algebra import Schedule, must_be_schedule
+from samestep.schedules.kinds import from_json
+
+
+class Scheduler(LRScheduler):
+    """What `scheduler` returns. The rate is a function of `last_epoch` alone, never of the rate the optimizer has."""
+
+    def __init__(self, schedule: Schedule, optimizer: Optimizer, last_epoch: int = -1) -> None:
+        self.schedule = schedule
+        if isinstance(optimizer, Optimizer):
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", copy.deepcopy(group["lr"]))  # SequentialLR, last_epoch ask for it
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        rate = self.schedule(self.last_epoch)
+        return [rate for _ in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as plain values; `applied`: the optimizer's rate is this one's, not that of a neighbour.
+
+        SequentialLR saves and loads all its parts; only the one at work may set the rate when it is loaded.
+        """
+        groups = zip(self.optimizer.param_groups, self._last_lr, strict=False)
+        applied = self.last_epoch >= 0 and all(float(group["lr"]) == float(last) for group, last in groups)
+        return {"schedule": self.schedule.to_json(), "last_epoch": self.last_epoch, "applied": applied}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of the same schedule, before or after the optimizer is restored."""
+        if state_dict.keys() != self.state_dict().keys():
+            raise Invalid(f"load_state_dict: the state must be that of {self.schedule}, got {show(state_dict)}")
+        stored = from_json(state_dict["schedule"])
+        if stored != self.schedule:
+            raise Invalid(f"load_state_dict: the state must be that of {self.schedule}, got that of {stored}")
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
+        self._last_lr = self.get_lr() if self.last_epoch >= 0 else []
+        if state_dict["applied"]:
+            for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+            self._last_lr = [copy.deepcopy(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def scheduler(schedule: Schedule, optimizer: Optimizer, last_epoch: int = -1) -> Scheduler:
+    """The schedule as a torch.optim.lr_scheduler.LRScheduler: update t uses s(t) in every parameter group.
+
+    Call `step()` after each `optimizer.step()`. The optimizer's own lr is ignored, and it does not matter whether the
+    optimizer or the scheduler is restored first. In SequentialLR it starts at s(0) when its turn comes; in a
+    ChainedScheduler it sets the rate and does not multiply it, so put it last, or multiply schedules: a * b.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    >>> scheduler(poly(1.0, 4), optimizer).get_last_lr()
+    [1.0]
+    """
+    return Scheduler(must_be_schedule("torch.scheduler", "schedule", schedule), optimizer, last_epoch)
+
+
+def read(scheduler: LRScheduler, n: int) -> list[float]:
+    """The rates of the next n updates under any PyTorch scheduler; the scheduler and its optimizer stay as they are.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    >>> read(torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5), 4)
+    [0.5, 0.5, 0.25, 0.25]
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise Invalid("read: ReduceLROnPlateau follows a metric, not the number of updates: use samestep.Plateau")
+    if not isinstance(scheduler, LRScheduler):
+        raise WrongType(f"read: scheduler must be a torch.optim.lr_scheduler.LRScheduler, got {show(scheduler)}")
+    n = whole("read", "n", n)
+    optimizer = scheduler.optimizer
+    # The copy shares the weights and leaves out the momenta: it is never asked to update anything.
+    memo: dict[int, Any] = {id(weight): weight for group in optimizer.param_groups for weight in group["params"]}
+    memo[id(optimizer.state)] = defaultdict(dict)
+    twin = copy.deepcopy(scheduler, memo)
+    rates: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no update is made between the steps
+        for t in range(n):
+            if t:
+                twin.step()
+            now = {float(group["lr"]) for group in twin.optimizer.param_groups}
+            if len(now) > 1:
+                raise Invalid(f"read: all parameter groups must have one rate, got {sorted(now)} at update {t}")
+            rates.append(now.pop())
+    return rates

@@ -1,0 +1,128 @@
+"""From what a user writes as `schedule` to the rate of every update.
+
+    None                      0.1, or the rate that a framework's own optimizer came with
+    0.1                       always that
+    "cosine(0.3, 20)"         an expression, as on the command line
+    cosine(0.3, 20)           a schedule; one in epochs is told how many steps an epoch has
+    Plateau(0.1)              follows the test loss (the training loss without test examples); accuracy with mode="max"
+    any function of t         t is the number of updates already made
+    a framework's scheduler   its rates are read from a copy; it counts steps
+
+Whatever it is, the rate of an update depends on t (and for Plateau on the metrics), never on the number of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samestep.checks import show
+from samestep.errors import Invalid, WrongType
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.kinds import constant, table
+from samestep.schedules.plateau import Plateau
+
+if TYPE_CHECKING:
+    from samestep.backends import Backend, Shape, Updater
+
+DEFAULT = 0.1
+
+
+def check_schedule(schedule: Any) -> Any:
+    """What a user passed as `schedule`, a number or an expression turned into a schedule; other kinds as they are."""
+    if isinstance(schedule, str):
+        from samestep.schedules.text import parse
+
+        return parse(schedule)
+    if schedule is None or callable(schedule) or isinstance(schedule, Plateau) or hasattr(schedule, "step"):
+        return schedule
+    return constant(rate("schedule", schedule))
+
+
+def is_scheduler(schedule: Any) -> bool:
+    """Whether a framework's scheduler counts by itself. Paddle's and MXNet's can be called, too, but mean another t."""
+    return callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")
+
+
+class Rates:
+    """The rates of one fit, epoch by epoch, rounded once to the type of the weights."""
+
+    def __init__(
+        self, schedule: Any, backend: Backend, updater: Updater, steps_per_epoch: int, max_epochs: int, shape: Shape
+    ) -> None:
+        self.steps, self.dtype = steps_per_epoch, shape.dtype
+        self.plateau: Plateau | None = None
+        self.given = schedule
+        if schedule is not None and getattr(updater, "fixed", False):
+            raise Invalid(
+                "schedule cannot be applied: this optimizer has its rate inside. Pass the function that makes it from a rate "
+                "(optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
+            )
+        if schedule is None:
+            own = updater.rate()
+            self._rate = self.given = constant(DEFAULT if own is None else own)
+        elif isinstance(schedule, Plateau):
+            self._past = schedule.state()
+            self.plateau = Plateau.from_state(self._past)  # a copy: the user's is left as it was
+            if schedule.settings["mode"] == "max" and shape.classes is None:
+                raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
+        elif isinstance(schedule, Schedule):
+            self._rate = schedule.bind(steps_per_epoch)
+        elif callable(schedule) and not is_scheduler(schedule):
+            self._rate = schedule
+        else:
+            self._rate = table(backend.rates(schedule, steps_per_epoch * max_epochs))
+
+    def epoch(self, epoch: int) -> list[float]:
+        """The rates of all updates of an epoch."""
+        if self.plateau:
+            return [self._rounded(self.plateau.lr)] * self.steps
+        first = epoch * self.steps
+        return [self._rounded(rate(f"schedule({t})", self._rate(t))) for t in range(first, first + self.steps)]
+
+    def observe(self, row: dict[str, Any]) -> None:
+        """Take note of the numbers of an epoch."""
+        if self.plateau:
+            which = "accuracy" if self.plateau.settings["mode"] == "max" else "loss"
+            self.plateau.observe(row[f"test_{which}"] if row["test_loss"] is not None else row[f"train_{which}"])
+
+    def __repr__(self) -> str:
+        """A name that is the same in every process: a function's own, for anything else its repr."""
+        if self.plateau and self._past["t"]:
+            return f"Plateau.from_state({self._past})"
+        if isinstance(self.given, (Schedule, Plateau)):
+            return repr(self.given)
+        return getattr(self.given, "__qualname__", None) or (
+            repr(self._rate) if isinstance(self._rate, Schedule) else type(self.given).__qualname__
+        )
+
+    def applied(self) -> Schedule | None:
+        """The schedule that was applied, in steps, if it is one: for Plateau, its trace."""
+        if self.plateau:
+            trace, past = self.plateau.trace(), self._past["t"]  # what was observed before this fit is not part of it
+            return (trace.shift(past) if past else trace).in_epochs(self.steps)
+        return self._rate if isinstance(self._rate, Schedule) else None
+
+    def _rounded(self, lr: float) -> float:
+        with np.errstate(over="ignore"):
+            rounded = float(np.dtype(self.dtype).type(lr))
+        if not math.isfinite(rounded):
+            raise Invalid(f"a learning rate of {lr:g} is too large for {self.dtype}")
+        return rounded
+
+
+def rate(name: str, value: Any) -> float:
+    """A rate as a float: finite and not negative. Scalars of any framework will do."""
+    try:
+        if isinstance(value, (bool, np.bool_, str)) or not hasattr(value, "__float__"):
+            raise TypeError
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):  # an array of several, among others
+        raise WrongType(f"{name} must be a number, got {show(value)}") from None
+    if not (math.isfinite(number) and number >= 0):
+        raise Invalid(f"{name} must be finite and at least 0, got {value}")
+    return number

@@ -1,0 +1,114 @@
+"""Reading a schedule from text, such as 'cosine(0.3, 20, end=0.01).warmup(5)', without ever evaluating it as code.
+
+Python's parser gives the tree; only what is listed here is then built: numbers, strings, lists, True, False, None, + and *,
+the schedules, and their methods. Length and depth are limited, so that no text can take long.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from samestep.checks import nearest, show
+from samestep.errors import Invalid, WrongType
+from samestep.schedules.algebra import METHODS, Schedule
+from samestep.schedules.kinds import SCHEDULES
+
+LONGEST = 20_000  # characters
+DEEPEST = 100  # levels of the tree
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that an expression describes.
+
+    >>> parse("2 * poly(0.1, 100) + constant(1e-3)")
+    2.0 * poly(0.1, 100) + constant(0.001)
+    >>> parse("cosin(0.3, 20)")
+    Traceback (most recent call last):
+    samestep.errors.Invalid: schedule: no schedule is called 'cosin'; did you mean cosine?
+    """
+    if not isinstance(text, str):
+        raise WrongType(f"schedule: needs a string, such as 'cosine(0.3, 20)', got {show(text)}")
+    if len(text) > LONGEST:
+        raise Invalid(f"schedule: must have at most {LONGEST} characters, got {len(text)}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise Invalid(f"schedule: cannot read {show(text)}: {reason}") from None
+    except (MemoryError, RecursionError):
+        raise Invalid(f"schedule: {show(text)} is nested too deeply: at most {DEEPEST} levels") from None
+    result = _build(tree, DEEPEST)
+    if not isinstance(result, Schedule):
+        raise Invalid(f"schedule: {show(text)} is not a schedule, such as constant(0.1)")
+    return result
+
+
+def _build(node: ast.expr, depth: int) -> Any:
+    """The value of a node: a schedule, number, string, list, True, False or None."""
+    if depth == 0:
+        raise Invalid(f"schedule: the expression is nested too deeply: at most {DEEPEST} levels")
+    depth -= 1
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
+            value = _build(operand, depth)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                _refuse(node)
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_build(element, depth) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as sign, right=right):
+            a, b = _build(left, depth), _build(right, depth)
+            if not isinstance(a, Schedule) and not isinstance(b, Schedule):
+                _refuse(node)  # among others 'x' * 10**9
+            return a + b if isinstance(sign, ast.Add) else a * b
+        case ast.Call(func=ast.Name(id=name)):
+            if name not in SCHEDULES:
+                raise Invalid(f"schedule: no schedule is called {show(name)}; {nearest(name, SCHEDULES)}")
+            return _call(SCHEDULES[name], [], node, depth)
+        case ast.Call(func=ast.Attribute(value=value, attr=name)):
+            if name not in METHODS:
+                raise Invalid(f"schedule: a schedule has no method {show(name)}; {nearest(name, METHODS)}")
+            of = _build(value, depth)
+            if not isinstance(of, Schedule):
+                raise Invalid(f"schedule: .{name}() needs a schedule before the dot, got {show(of)}")
+            return _call(METHODS[name], [of], node, depth)
+        case ast.Name(id=name) if name in SCHEDULES:
+            raise Invalid(
+                f"schedule: {name} needs arguments: {', '.join(inspect.signature(SCHEDULES[name]).parameters)}"
+            )
+        case ast.Name(id=name):
+            raise Invalid(f"schedule: unknown name {show(name)}; {nearest(name, SCHEDULES)}")
+    _refuse(node)
+
+
+def _call(make: Callable[..., Schedule], before: list[Any], node: ast.Call, depth: int) -> Schedule:
+    positional = before + [_build(argument, depth) for argument in node.args]
+    named: dict[str, Any] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            _refuse(node)
+        named[keyword.arg] = _build(keyword.value, depth)
+    try:
+        inspect.signature(make).bind(*positional, **named)
+    except TypeError as error:
+        raise Invalid(f"schedule: {make.__name__}: {error}") from None
+    return make(*positional, **named)
+
+
+def _refuse(node: ast.expr) -> NoReturn:
+    raise Invalid(f"schedule: {_code(node)} is not allowed: only schedules, their methods, numbers, lists, + and *")
+
+
+def _code(node: ast.expr) -> str:
+    try:
+        return show(ast.unparse(node))
+    except (RecursionError, ValueError):
+        return f"what stands at column {node.col_offset + 1}"

@@ -1,0 +1,330 @@
+"""The command `samestep`: train, verify, diff, export, schedule, devices, data.
+
+Bad input is one line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from samestep import __version__, backends
+from samestep.checks import whole
+from samestep.errors import Invalid, SamestepError
+from samestep.models import NAMES
+from samestep.processes.place import MEET, launch
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+out = Console(highlight=False, soft_wrap=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"samestep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """The same training step, on any number of devices, in any framework."""
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def train(
+    context: typer.Context,
+    script: Annotated[
+        Path | None, typer.Argument(help="Your own script, with a Trainer in it; its arguments follow --.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}  [lenet]")] = None,
+    backend: Annotated[str | None, typer.Option(help=f"Framework: {', '.join(backends.FRAMEWORKS)}  [torch]")] = None,
+    devices: Annotated[str | None, typer.Option(help="auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
+    shards: Annotated[int | None, typer.Option(help="Pieces a batch is cut into  [8]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per update  [256]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data  [10]")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate  [0.2]")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Instead of --lr: such as 'cosine(0.3, 10).in_epochs()'")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of SGD  [0]")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient; 0: no limit  [0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides weights, order and noise  [0]")] = None,
+    threads_per_shard: Annotated[
+        int | None, typer.Option(help="Threads of arithmetic per shard on the CPU  [1]")
+    ] = None,
+    sampling: Annotated[str | None, typer.Option(help="without_replacement or with_replacement")] = None,
+    deterministic: Annotated[bool | None, typer.Option(help="--no-deterministic gives up sameness")] = None,
+    run_dir: Annotated[
+        str | None, typer.Option(help="Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None, typer.Option(help="Steps, or such as '1 epoch' or '30 s'  [1 epoch]")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, never, or a checkpoint or run folder to go on from  [auto]")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="Start so many processes on this machine  [1]")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress")] = False,
+) -> None:
+    """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
+    from samestep.optimizers.rules import sgd
+
+    if lr is not None and schedule is not None:
+        raise Invalid("choose one of --lr and --schedule")
+    settings: dict[str, Any] = {
+        "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs,
+        "schedule": schedule if lr is None else lr,
+        "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
+        "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
+        "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
+    }  # fmt: skip
+    if processes is not None and whole("", "--processes", processes, 1) > 1 and MEET not in os.environ:
+        raise typer.Exit(launch([sys.executable, "-m", "samestep", *sys.argv[1:]], processes))
+    given = {name: value for name, value in settings.items() if value is not None}
+    if script is not None:
+        for option, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
+            if value is not None:
+                raise Invalid(f"{option} goes with the built-in job; {script} has a model and an optimizer of its own")
+        return _run_script(script, context.args, given)
+    if context.args:
+        raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
+    name = model or "lenet"
+    if name not in NAMES:
+        raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
+    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), {"progress": True} | given)
+
+
+def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) -> None:
+    from samestep.data.fashion import fashion_mnist
+    from samestep.devices import resolve
+    from samestep.training.trainer import Trainer
+
+    whole("", "seed", given.get("seed", 0), most=2**64 - 1)  # the model is drawn from it before the Trainer looks at it
+    folder = given.pop("run_dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    trainer = Trainer(
+        optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
+    )
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
+        backend = backends.load(framework)
+    resolve(trainer.devices, trainer.shards, backend)  # before the data is fetched
+    models = importlib.import_module(f"samestep.models.{framework}")
+    run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
+    if run.rank:
+        return  # the first process speaks for all
+    last, seconds = run.history[-1], [row["seconds"] for row in run.history]
+    out.print(
+        f"test accuracy {last['test_accuracy']:.4f}, {sum(seconds) / len(seconds):.2f} s/epoch, "
+        f"on {', '.join(run.devices)}\nfingerprint {run.fingerprint}"
+        + (f"\nrun folder {run.folder}" if run.folder else "")
+    )
+
+
+def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
+    from samestep.training.trainer import OVERRIDES
+
+    if not script.is_file():
+        raise Invalid(f"{script} is not a file")
+    if given.get("run_dir") == "none":
+        given["run_dir"] = None
+    os.environ[OVERRIDES] = json.dumps(given)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def verify(
+    context: typer.Context,
+    script: Annotated[
+        Path | None, typer.Argument(help="Your own script, with one fit in it; its arguments follow --.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Framework of the built-in job  [torch]")] = None,
+    devices: Annotated[str, typer.Option(help="Numbers of devices")] = "1,2,3,8",
+    processes: Annotated[str, typer.Option(help="Numbers of processes")] = "1,2,3",
+    every: Annotated[
+        bool, typer.Option("--all", help="Every combination of the two, not only the telling ones")
+    ] = False,
+    kill: Annotated[int, typer.Option(help="So many runs are killed at a random step, and resumed")] = 3,
+    resume_on: Annotated[str, typer.Option(help="random (another way), same, or a number of devices")] = "random",
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data  [the script's; built-in job: 1]")] = None,
+    seed: Annotated[int, typer.Option(help="Decides what is killed, when, and where it goes on")] = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep the run folders in this new folder")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
+) -> None:
+    """Run a script (or LeNet on Fashion-MNIST) in many ways, kill and resume it, and compare every step's bits.
+
+    Exit status 1, and the first difference, if there is one.
+    """
+    from contextlib import ExitStack
+
+    from rich.live import Live
+
+    from samestep.runs import verify as module
+
+    if script is None and context.args:
+        raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
+    if script is not None and backend is not None:
+        raise Invalid(f"--backend goes with the built-in job; {script} has a model of its own")
+    if backend is not None:
+        backends.check(backend)
+    job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
+    counts = module.counts("--devices", devices), module.counts("--processes", processes)
+    with ExitStack() as stack:
+        tell: Any = lambda report: None  # noqa: E731
+        if not as_json and out.is_terminal:
+            live = stack.enter_context(Live(console=out, refresh_per_second=4, transient=True))
+            tell = lambda report: live.update(module.table(report))  # noqa: E731
+        report = module.verify(
+            job, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
+        )
+    if as_json:
+        print(report.to_json())
+    else:
+        out.print(module.table(report))
+        out.print(report.conclusion(), markup=False)
+    raise typer.Exit(0 if report.same else 1)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint")],
+    b: Annotated[Path, typer.Argument(help="Another")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
+) -> None:
+    """The first step, shard and tensor at which two runs differ, and why. Exit status 1 if they do."""
+    from samestep.runs import diff as module
+
+    found = module.compare(a, b)
+    print(module.to_json(found) if as_json else module.describe(found))
+    raise typer.Exit(0 if found.same else 1)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint")],
+    target: Annotated[Path, typer.Argument(help="The safetensors file to write")],
+    best: Annotated[bool, typer.Option("--best", help="Of a run: its best checkpoint, not its last weights")] = False,
+    average: Annotated[bool, typer.Option("--average", help="The averaged weights")] = False,
+) -> None:
+    """Write weights as a plain safetensors file, with the names that the framework gives them."""
+    from samestep.runs.run import export as write
+
+    step = write(source, target, best, average)
+    out.print(f"{target}: the weights {'at the end' if step is None else f'after step {step}'}", markup=False)
+
+
+@app.command()
+def devices() -> None:
+    """Every device with its memory; and which frameworks are installed, with the devices that each can use."""
+    table = Table("device", "memory", "used", box=None, pad_edge=False)
+    try:
+        backend = backends.default()
+        for device in backend.devices():
+            total, used = backend.memory(device)
+            table.add_row(str(device), f"{total / 2**30:.1f} GiB", f"{used / 2**30:.1f} GiB")
+        out.print(table, "")
+    except SamestepError as error:
+        out.print(f"{error}\n", markup=False)  # it names an extra in brackets
+    versions = {name: backends.installed(name) for name in backends.FRAMEWORKS}
+    asked = {name: _ask(name) for name in backends.available() if versions[name]}  # at once: some take seconds to start
+    out.print(f"{'framework':<11} {'version':<15} devices")
+    for name, version in versions.items():  # not a table, which would fold what cannot be loaded
+        seen = _answer(asked[name]) if name in asked else "no backend yet" if version else ""
+        out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
+
+
+def _ask(framework: str) -> subprocess.Popen[str]:
+    """Have a framework tell its devices, in a process of its own: some cannot be loaded together."""
+    code = f"from samestep.backends import load; print(*load({framework!r}).devices(), sep=', ')"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _answer(asked: subprocess.Popen[str]) -> str:
+    said, complaint = asked.communicate()
+    lines = (complaint if asked.returncode else said).strip().splitlines()  # a framework may print lines of its own
+    last = lines[-1] if lines else f"status {asked.returncode}"
+    return f"cannot be loaded: {last}" if asked.returncode else last
+
+
+@app.command()
+def data() -> None:
+    """Where each file of Fashion-MNIST is, and whether its hash holds. Nothing is downloaded."""
+    from samestep.data import fashion
+
+    files = fashion.status()
+    for file in files:  # not a table, which would cut or fold the paths
+        size = f"{file.bytes:,} bytes" if file.path else "-"
+        out.print(f"{file.name:<26}  {file.state:<7}  {size:>16}  {file.path or '-'}", markup=False)
+    if any(file.state == "damaged" for file in files):
+        raise Invalid("a file is damaged: delete it, and the next run fetches it again")
+
+
+@app.command()
+def schedule(
+    expressions: Annotated[list[str], typer.Argument(help="Such as 'cosine(0.3, 20, end=0.01).warmup(5)'")],
+    steps: Annotated[int | None, typer.Option(help="How many updates to show  [100]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="How many epochs to show")] = None,
+    steps_per_epoch: Annotated[int | None, typer.Option(help="Updates in an epoch")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a figure to this file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a figure to this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rates as JSON")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the rates as CSV")] = False,
+) -> None:
+    """Plot learning-rate schedules, in the terminal or to a file."""
+    from samestep.schedules.text import parse
+    from samestep.screen import plot
+
+    if as_json and as_csv:
+        raise Invalid("choose one of --json and --csv")
+    if steps is not None and epochs is not None:
+        raise Invalid("choose one of --steps and --epochs")
+    for path, kind in ((png, "png"), (svg, "svg")):
+        if path is not None and path.suffix.lower() != f".{kind}":
+            raise Invalid(f"--{kind} needs a file that ends in .{kind}, got {path}")
+    parsed = [parse(text) for text in expressions]
+    units = {one.unit for one in parsed}
+    per_epoch = None if steps_per_epoch is None else whole("", "--steps-per-epoch", steps_per_epoch, 1)
+    if per_epoch is None and (len(units) > 1 or (epochs is not None and units == {"steps"})):
+        raise Invalid("schedules in steps and an axis in epochs need --steps-per-epoch")
+    unit = "epochs" if per_epoch is None and units == {"epochs"} else "steps"
+    if epochs is not None:
+        count = whole("", "--epochs", epochs, 1) * (per_epoch or 1)
+    else:
+        count = 100 if steps is None else whole("", "--steps", steps, 1)
+    curves = {repr(one): one.bind(per_epoch or 1).values(count + 1) for one in parsed}
+    for path in (png, svg):
+        if path is not None:
+            plot.figure(curves, unit, path)
+    if as_json:
+        rows = [{"schedule": one.to_json(), "text": text, "values": curves[text].tolist()}
+                for one in parsed for text in [repr(one)]]  # fmt: skip
+        print(json.dumps({"unit": unit, "schedules": rows}))
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(["t", *curves])
+        writer.writerows([t, *map(float, row)] for t, row in enumerate(zip(*curves.values(), strict=True)))
+    elif png is None and svg is None:
+        out.print(plot.terminal(curves, unit, width=min(out.width, 110)), end="")
+
+
+def run() -> None:
+    """The entry point: turns errors that samestep raises on purpose into one line."""
+    try:
+        app(prog_name="samestep")
+    except SamestepError as error:
+        sys.stderr.write(f"samestep: {error}\n")  # in one piece: other processes may say the same at the same time
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,1 @@
+"""The Trainer, and what it does: the loop, the group of replicas, and one step of it."""

@@ -1,0 +1,373 @@
+"""One fit: passes over the data, steps, evaluation, and telling listeners what happened. No framework is imported here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samestep import backends, draws
+from samestep.backends import Backend, Shape
+from samestep.data.examples import Data, Feed
+from samestep.devices import Device
+from samestep.errors import Invalid, NotFinite, ReplicasDiffer
+from samestep.optimizers.averaging import Averager
+from samestep.processes.place import World
+from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
+from samestep.runs.run import Event, Run, RunFolder, Tensors, differences, events, fingerprint
+from samestep.schedules.rates import Rates
+from samestep.screen.progress import show
+from samestep.shards import cut_pass, tree_sum
+from samestep.training.step import Group
+
+if TYPE_CHECKING:
+    from samestep.training.trainer import Trainer
+
+LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
+
+
+class Fit:
+    """One fit: what it needs while it lasts."""
+
+    def __init__(
+        self, trainer: Trainer, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
+    ) -> None:
+        self.trainer, self.backend, self.data, self.devices, self.world = trainer, backend, data, devices, world
+        self.shape = probe(backend, trainer, model, data.train)
+        if data.test:
+            probe(backend, trainer, model, data.test)  # what cannot be evaluated is found before an epoch is spent
+        self.group = trainer._group(backend, model, devices, world)
+        self.batches = cut_pass(len(data.train), trainer.batch_size, trainer.shards)
+        first, steps = self.group.replicas[0], len(self.batches)
+        updater = self.group.updaters[0]
+        self.rates = Rates(trainer.schedule, backend, updater, steps, trainer.max_epochs, self.shape)
+        self.averager = Averager(trainer.average, first, steps, trainer.max_epochs) if trainer.average else None
+        self.feed = feed_of(backend, trainer, data.train, devices, self.shape)
+        self.test = feed_of(backend, trainer, data.test, devices, self.shape) if data.test else None
+        about = recipe(trainer, backend, model, data, self.shape, first.tensors(), devices[0].kind)
+        about |= {"optimizer": repr(updater), "schedule": repr(self.rates)}
+        self.agree(about)
+        names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
+        self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
+        self.result._model = first.model
+        self.step = 0  # updates made
+        self.last = steps * trainer.max_epochs
+        self.chain = hashlib.sha256()  # of the fingerprints of all steps
+        self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of the steps of this epoch, as far as looked at
+        self.cadence = Cadence(trainer.checkpoint_every, steps)
+        self.folder: RunFolder | None = None
+        self.start: Event = {
+            "event": "start", "time": time.time(), "devices": self.result.devices, "processes": world.size,
+            "epochs": trainer.max_epochs, "steps_per_epoch": steps, "examples": len(data.train),
+            "shards": trainer.shards, "model": about["model"],
+            "parameters": sum(math.prod(shape) for shape in about["parameters"].values()),
+        }  # fmt: skip
+
+    def agree(self, about: dict[str, Any]) -> None:
+        """All processes must follow one recipe. Only the starting weights may differ: those of rank 0 are taken."""
+        everybody = [json.loads(text) for text in self.world.collect(json.dumps(about).encode())]
+        for rank, other in enumerate(everybody):
+            found = differences(other, everybody[0], ("initial",))
+            if found:
+                raise Invalid(
+                    f"rank {rank} has another recipe than rank 0: {'; '.join(found)}".replace(", was ", ", not ")
+                )
+        about["initial"] = everybody[0]["initial"]
+
+    def run(self) -> Run:
+        trainer, first, failed = self.trainer, self.world.rank == 0, True
+        display = show(trainer.progress) if first else None
+        try:
+            if first and trainer.run_dir is not None:
+                self.folder = RunFolder(
+                    trainer.run_dir, self.result.recipe, trainer.resume, trainer.keep_checkpoints, self.last
+                )
+            self.listeners = [listener for listener in (self.folder, display) if listener]
+            with Signals(trainer.run_dir is not None) as self.signals:
+                self.begin()
+                for epoch in range(self.step // len(self.batches), trainer.max_epochs):
+                    self.epoch(epoch)
+            self.end()
+            failed = False
+            if self.signals.asked:  # after the last vote: the run is whole, and the signal still counts
+                self.signals.end()
+        finally:
+            for closing in (self.feed, self.test, display, self.group):
+                if closing:
+                    closing.close()
+            self.group.replicas[0].release()  # the run keeps it, for its model
+            if self.folder:
+                self.folder.close(failed)
+        return self.result
+
+    def begin(self) -> None:
+        """Start, or go on from a checkpoint: rank 0 has it, and gives it to the others."""
+        found = self.folder.checkpoint if self.folder else None
+        log = self.folder.log if self.folder else b""
+        if self.world.size > 1:
+            log = self.world.broadcast(log)
+            content = self.world.broadcast(b"".join(pack(found.about, found.tensors)) if found else b"")
+            found = unpack(content, "the checkpoint of rank 0") if content else None
+        if found:
+            self.restore(found, list(events(log)))
+            self.emit({**self.start, "event": "resume", "step": self.step})
+        else:
+            self.group.follow()
+            self.emit(self.start)
+
+    def restore(self, found: Checkpoint, log: list[Event]) -> None:
+        """Become what the run was when it made this checkpoint."""
+        for replica, updater in zip(self.group.replicas, self.group.updaters, strict=True):
+            replica.load(found.group("model"))
+            updater.load(found.group("optimizer"))
+        if self.averager:
+            self.averager.restore(found.about["average"], found.group("average"))
+        devices = self.result.devices
+        self.result.recipe["initial"] = found.about["recipe"]["initial"]
+        self.result.replay(log)
+        self.chain.update("".join(self.result.fingerprints).encode())
+        self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
+        for row in self.result.history:
+            self.rates.observe(row)
+        steps = [event for event in log if event["event"] == "steps" and event["epoch"] > len(self.result.history)]
+        for event in steps:
+            losses = np.array(event["loss"], np.float64)
+            hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
+            self.table.append(np.stack([losses, hits], 1))
+
+    def tensors(self) -> Tensors:
+        """All that a checkpoint holds; it may share memory with what is being trained."""
+        first = self.group.replicas[0]
+        groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
+        if self.averager and self.averager.vectors:
+            groups["average"] = first.tensors(self.averager.vectors)
+        return {f"{kind}:{name}": tensor for kind, tensors in groups.items() for name, tensor in tensors.items()}
+
+    def save(self) -> None:
+        """Have a checkpoint written; only a copy of the tensors is waited for."""
+        if self.folder:
+            row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
+            about = {
+                "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": self.chain.hexdigest(),
+                "average": self.averager.total if self.averager else None,
+                "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
+            }  # fmt: skip
+            self.folder.save(about, self.tensors())
+
+    def end(self) -> None:
+        tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
+        if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
+            raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
+        self.result._tensors, self.result.fingerprint = tensors, fingerprint(tensors)
+        self.result.schedule = self.rates.applied()
+        if self.folder:
+            if self.trainer.checkpoint_every is not None:
+                self.save()
+                self.folder.writer.flush()  # a run that was killed with its weights and no checkpoint could not go on
+            self.folder.weights(tensors)
+            self.result.folder = self.folder.path
+        if self.averager:
+            self.average()
+        self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint})
+        self.world.collect(b"")  # all end together: whatever rank 0 has written is there
+
+    def emit(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def epoch(self, epoch: int) -> None:
+        """An epoch, or what is left of it."""
+        trainer, began = self.trainer, time.perf_counter()
+        steps = len(self.batches)
+        start = self.step - epoch * steps
+        rates = self.rates.epoch(epoch)
+        order = draws.order(trainer.seed, epoch, len(self.data.train), trainer.sampling)
+        mine = [
+            batch[shard]
+            for batch in self.batches[start:]
+            for share in self.group.plan(len(batch))[0]
+            for shard in share
+        ]
+        pass_ = self.feed.start(order, mine)
+        keys = draws.keys_from(trainer.seed, self.step, trainer.shards)
+        pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet looked at, on the device
+        looked = time.perf_counter()
+        for i, spans in enumerate(self.batches[start:], start):
+            vote = self.world.vote(self.signals.asked)
+            if self.averager:
+                self.averager.before(self.step, rates[i])
+            numbers = self.group.step(pass_, spans, next(keys), rates[i], self.step)
+            self.step += 1
+            if self.averager:
+                self.averager.after(self.step)
+            pending.append((numbers, self.group.replicas[0].fingerprint()))
+            stop, last = self.world.agreed(vote), i + 1 == steps
+            due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
+            if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
+                self.table.append(self.look(pending, epoch, i + 1 - len(pending), rates))
+                pending, looked = [], time.perf_counter()
+            if due and not last:
+                self.save()
+                if stop:
+                    self.stop()
+        self.compare_replicas(self.step)  # waits for every device
+        table, self.table, n = np.concatenate(self.table), [], len(self.data.train)
+        row: dict[str, Any] = {
+            "epoch": epoch + 1, "step": self.step, "lr": rates[-1],
+            "train_loss": math.fsum(tree_sum(losses.tolist()) for losses in table[:, 0]) / n,
+            "train_accuracy": None if self.shape.classes is None else float(table[:, 1].sum()) / n,
+            "test_loss": None, "test_accuracy": None, "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+        if self.test:
+            row["test_loss"], row["test_accuracy"] = evaluate(trainer, self.group, self.test, self.shape)
+            if not math.isfinite(row["test_loss"]):
+                raise NotFinite(
+                    f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
+                    "or look at the test examples"
+                )
+        self.rates.observe(row)
+        self.result.history.append(row)
+        self.emit({"event": "epoch", **row})
+        if stop or (self.cadence.due(self.step) and self.step < self.last):
+            self.save()
+        if stop:
+            self.stop()
+
+    def stop(self) -> None:
+        """End because a signal asked for it, when the checkpoint has been written."""
+        if self.folder:
+            self.folder.writer.flush()
+            print(
+                f"stopped after step {self.step}; fit with run_dir={str(self.folder.path)!r} goes on from there",
+                file=sys.stderr,
+            )
+        self.world.collect(b"")
+        self.signals.end()
+
+    def look(self, pending: list[tuple[Any, Any]], epoch: int, start: int, rates: list[float]) -> np.ndarray[Any, Any]:
+        """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
+        backend, shards = self.backend, self.trainer.shards
+        fetch = getattr(backend, "fetch", lambda vectors: backend.get(backend.concat(vectors)))
+        numbers = fetch([numbers for numbers, _ in pending])
+        prints = fetch([print_ for _, print_ in pending]).view(np.uint64)
+        table = np.asarray(numbers, np.float64).reshape(-1, 2, shards)
+        first = epoch * len(self.batches) + start
+        if not np.isfinite(table).all():
+            step, _, shard = np.argwhere(~np.isfinite(table))[0]
+            raise NotFinite(
+                f"the loss is {table[step, 0, shard]} at step {first + step}, shard {shard}, with learning rate "
+                f"{rates[start + step]:g}: lower the rate, clip the gradient, or look at that shard's examples"
+            )
+        hexes = [f"{int(value):016x}" for value in prints]
+        self.result.fingerprints += hexes
+        self.chain.update("".join(hexes).encode())
+        batches = self.batches[start : start + len(pending)]
+        self.emit({
+            "event": "steps", "epoch": epoch + 1, "first": first, "lr": rates[start : start + len(pending)],
+            "examples": [spans[-1][1] - spans[0][0] for spans in batches], "loss": table[:, 0].tolist(),
+            "hits": None if self.shape.classes is None else table[:, 1].astype(int).tolist(), "fingerprint": hexes,
+        })  # fmt: skip
+        return table
+
+    def average(self) -> None:
+        """Take the averaged weights into the run, and evaluate them."""
+        assert self.averager is not None
+        trainer, first, vectors = self.trainer, self.group.replicas[0], self.averager.vectors
+        if not vectors:
+            return  # every rate was zero
+        self.result.average = {name: np.array(tensor) for name, tensor in first.tensors(vectors).items()}
+        self.result._average_model = lambda: first.model(vectors)
+        if self.folder:
+            self.folder.weights(self.result.average, "average.safetensors")
+        if self.test:
+            group = trainer._group(self.backend, first.model(vectors), self.devices, self.world)
+            loss, accuracy = evaluate(trainer, group, self.test, self.shape)
+            group.close()
+            self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
+
+    def compare_replicas(self, step: int) -> None:
+        if len(set(self.group.fingerprints())) > 1:
+            raise ReplicasDiffer(
+                f"after step {step} the replicas on {', '.join(self.result.devices)} are no longer equal: something outside "
+                "samestep wrote to one of them, or a device computes wrongly"
+            )
+
+
+class Signals:
+    """SIGTERM and SIGINT ask the fit to stop after its step; a second SIGINT stops it at once."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+        self._wanted = wanted and threading.current_thread() is threading.main_thread()
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.number)
+
+    def __enter__(self) -> Signals:
+        if self._wanted:
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def end(self) -> None:
+        """End as the signal would have, had nobody caught it. Another process may have got it instead of this one."""
+        if self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + (self.number or signal.SIGTERM))
+
+
+def evaluate(trainer: Trainer, group: Group, feed: Feed, shape: Shape) -> tuple[float, float | None]:
+    """Mean loss and accuracy over all examples of a feed, each taken once."""
+    n = len(feed.examples)
+    spans = [span for batch in cut_pass(n, trainer.batch_size, trainer.shards) for span in batch]
+    keys = draws.evaluation_keys(trainer.seed, len(spans))
+    mine = [spans[shard] for share in group.plan(len(spans))[0] for shard in share]
+    table = group.evaluate(feed.start(np.arange(n), mine), spans, keys)
+    accuracy = None if shape.classes is None else float(table[:, 1].sum()) / n
+    return tree_sum(table[:, 0].tolist()) / n, accuracy
+
+
+def probe(backend: Backend, trainer: Trainer, model: Any, examples: Any) -> Shape:
+    x, y = examples.read(np.arange(1))
+    return backend.probe(model, trainer.loss, x, y, f"{examples.name} x")
+
+
+def feed_of(backend: Backend, trainer: Trainer, examples: Any, devices: Sequence[Any], shape: Shape) -> Feed:
+    return Feed(backend, examples, devices, shape.classes if trainer.loss is None else None)
+
+
+def recipe(
+    trainer: Trainer, backend: Backend, model: Any, data: Data, shape: Shape, tensors: Any, kind: str
+) -> dict[str, Any]:
+    """All that decides the result of a fit, but for optimizer and schedule. Of the devices, only the kind is in it."""
+    from samestep import __version__
+
+    return {
+        "samestep": __version__, "framework": backend.name, "version": backends.installed(backend.name), "device": kind,
+        "model": backend.describe(model), "parameters": {name: list(t.shape) for name, t in tensors.items()},
+        "initial": fingerprint(tensors), "precision": shape.dtype,
+        "train": data.train.identity(), "test": data.test.identity() if data.test else None,
+        **{name: getattr(trainer, name) for name in ("max_epochs", "batch_size", "shards", "seed", "sampling",
+           "gradient_clip_val", "threads_per_shard", "deterministic")},
+        "average": repr(trainer.average), "loss": getattr(trainer.loss, "__qualname__", None)
+        or re.sub(r" at 0x[0-9a-f]+", "", repr(trainer.loss)),  # where it lies in memory is not part of the recipe
+    }  # fmt: skip

@@ -1,0 +1,191 @@
+"""The Trainer: what a user decides, checked, and what can be done with it. The loop itself is in fit.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any
+
+from samestep import backends, draws
+from samestep.backends import Backend
+from samestep.checks import whole
+from samestep.data.examples import Arrays, Data
+from samestep.devices import Device, resolve
+from samestep.errors import Invalid, WrongType
+from samestep.optimizers.averaging import Average
+from samestep.optimizers.rules import sgd
+from samestep.processes.place import World, find
+from samestep.runs.checkpoint import parse
+from samestep.runs.run import Run
+from samestep.schedules.rates import check_schedule, rate
+from samestep.training.fit import Fit, evaluate, feed_of, probe
+from samestep.training.step import Group
+
+OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in its Trainer
+
+
+@dataclass
+class Trainer:
+    """Trains a model on any number of devices, with the same result to the last bit on any number of them.
+
+    max_epochs         passes over the data
+    batch_size         examples per update; the last batch of an epoch may be smaller, nothing is dropped
+    shards             the pieces a batch is cut into: up to this many devices can share the work
+    devices            "auto" (every GPU, else the CPU), a count, a name, or a list; a device may be named more than once
+    optimizer          samestep.sgd(...), adam(...), ...; or the framework's own, or a function that makes it from parameters
+    schedule           the learning rate: a number, a schedule such as samestep.cosine(...), a Plateau, a scheduler of the
+                       framework, or any function of t, the number of updates already made; None: 0.1, or the rate
+                       that the framework's own optimizer came with
+    gradient_clip_val  the gradient is scaled down to this norm where it is longer; 0 for no clipping
+    seed               decides the order of examples and all noise
+    average            samestep.swa(...) or samestep.path_average(): an average over the path of the weights as well
+    run_dir            the folder to write the run to; None writes nothing
+    checkpoint_every   a number of steps, or such as "1 epoch" or "30 s"; None writes no checkpoints
+    keep_checkpoints   so many of the last ones are kept, and the best one (the lowest test loss at the end of an epoch)
+    resume             "auto": go on where run_dir holds a checkpoint of this recipe; False: never; or a path to go on from
+    progress           show progress; None: if standard error is a terminal
+    threads_per_shard  threads of arithmetic for each shard on the CPU
+    loss               loss(output, y): one value per example, or their mean; None: softmax cross-entropy
+    sampling           "without_replacement", or "with_replacement"
+    capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
+    deterministic      False allows operations without a deterministic kernel, and gives up sameness
+    timeout            with several processes, after how many seconds without an answer one is given up
+    num_gpus           the chapters' name for `devices`: so many GPUs (or replicas on the CPU, if there is none), 0 for the CPU
+    """
+
+    max_epochs: int = 10
+    batch_size: int = 256
+    _: KW_ONLY
+    shards: int = 8
+    devices: Any = "auto"
+    optimizer: Any = field(default_factory=sgd)
+    schedule: Any = None
+    gradient_clip_val: float = 0.0
+    seed: int = 0
+    average: Average | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    checkpoint_every: int | str | None = "1 epoch"
+    keep_checkpoints: int = 3
+    resume: str | os.PathLike[str] | bool = "auto"
+    progress: bool | None = None
+    threads_per_shard: int = 1
+    loss: Callable[[Any, Any], Any] | None = None
+    sampling: str = "without_replacement"
+    capture: bool = True
+    deterministic: bool = True
+    timeout: float = 300.0
+    num_gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        names = {f.name for f in fields(self)}
+        overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
+        for name, value in overrides.items():
+            if name not in names:
+                raise Invalid(f"{OVERRIDES}: Trainer has no {name!r}")
+            setattr(self, name, value)
+        if "devices" in overrides:
+            self.num_gpus = None  # the script's other word for it
+        if self.num_gpus is not None:
+            self.num_gpus = whole("", "num_gpus", self.num_gpus)
+            self.devices = self.num_gpus or "cpu"
+        for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
+            setattr(self, name, whole("", name, getattr(self, name), 1))
+        self.seed = whole("", "seed", self.seed, most=2**64 - 1)
+        uncalled = getattr(self.optimizer, "__module__", None) == sgd.__module__  # samestep.sgd without its ()
+        theirs = (callable(self.optimizer) and not uncalled) or hasattr(self.optimizer, "step")
+        theirs = theirs or (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update"))  # optax
+        theirs = theirs or hasattr(self.optimizer, "apply_gradients")  # Keras
+        theirs = theirs or hasattr(self.optimizer, "create_state")  # MXNet
+        if not hasattr(self.optimizer, "slots") and not theirs:
+            raise WrongType(
+                "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
+                f"makes one from parameters, got {self.optimizer!r}"
+            )
+        self.schedule = check_schedule(self.schedule)
+        if not isinstance(self.average, (Average, type(None))):
+            raise WrongType(f"average must be samestep.swa(...) or samestep.path_average(), got {self.average!r}")
+        self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
+        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
+            raise WrongType(f"run_dir must be a path or None, got run_dir={self.run_dir!r}")
+        if self.checkpoint_every is not None:
+            parse(self.checkpoint_every)
+        if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
+            raise WrongType(f"resume must be 'auto', False or a path, got resume={self.resume!r}")
+        if self.resume not in ("auto", False) and not os.path.exists(self.resume):
+            raise Invalid(f"resume: {self.resume} is not there")
+        if self.resume not in ("auto", False) and self.run_dir is None:
+            raise Invalid("resume needs a run_dir to go on in: the folder of the run, or a new one")
+        self.timeout = rate("timeout", self.timeout)
+        if not self.timeout:
+            raise Invalid("timeout must be above 0, got timeout=0")
+        if self.loss is not None and not callable(self.loss):
+            raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
+        if self.sampling not in draws.SAMPLINGS:
+            raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={self.sampling!r}")
+
+    def fit(self, model: Any, data: Any) -> Run:
+        """Train a copy of the model and return the run; the model itself is left as it was."""
+        backend, data = backends.of_model(model), as_data(data)
+        given = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss}
+        backends.check_mixed(backend, model, **given, **arrays_of(data))
+        with self._session(backend) as (devices, world):
+            return Fit(self, backend, model, data, devices, world).run()
+
+    @contextmanager
+    def _session(self, backend: Backend) -> Iterator[tuple[list[Device], World]]:
+        """The devices of this process, and the other processes; an error in one of them ends all."""
+        place = find()
+        devices = resolve(self.devices, self.shards, backend, place)
+        with backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
+            world = backend.world(place, self.timeout, devices)
+            try:
+                yield devices, world
+            except BaseException as error:
+                world.fail(error)
+                raise
+
+    def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
+        """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
+        backend, data = backends.of_model(model), as_data(data)
+        backends.check_mixed(backend, model, loss=self.loss, **arrays_of(data))
+        with self._session(backend) as (devices, world):
+            examples = data.test or data.train
+            shape = probe(backend, self, model, examples)
+            group = self._group(backend, model, devices, world)
+            group.follow()
+            feed = feed_of(backend, self, examples, devices, shape)
+            try:
+                loss, accuracy = evaluate(self, group, feed, shape)
+            finally:
+                feed.close()
+                group.close()
+        return {"loss": loss, "accuracy": accuracy, "examples": len(examples)}
+
+    def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:
+        """The arrays of a batch on the first device of this trainer."""
+        backend = backends.of_array(batch[0])
+        device = resolve(self.devices, self.shards, backend)[0]
+        return [backend.put(array, device) for array in batch]
+
+    def prepare_model(self, model: Any) -> Any:
+        """A copy of the model on the first device of this trainer."""
+        backend = backends.of_model(model)
+        device = resolve(self.devices, self.shards, backend)[0]
+        return backend.replica(model, self.loss, device, self.shards).model()
+
+    def _group(self, backend: Backend, model: Any, devices: Sequence[Any], world: World) -> Group:
+        replicas = [backend.replica(model, self.loss, device, self.shards, self.capture) for device in devices]
+        return Group(backend, replicas, self.optimizer, self.shards, self.gradient_clip_val, self.seed, world)
+
+
+def as_data(data: Any) -> Data:
+    return data if isinstance(data, Data) else Data(train=data)
+
+
+def arrays_of(data: Data) -> dict[str, Any]:
+    """The arrays of the examples, by what they are called in messages. What a source reads becomes NumPy's anyway."""
+    given = [examples for examples in (data.train, data.test) if isinstance(examples, Arrays)]
+    return {f"{examples.name}_{which}": getattr(examples, which) for examples in given for which in ("x", "y")}

@@ -1,0 +1,833 @@
+"""What is particular to Paddle: state, its one generator, compiled layers, its optimizers. Sameness is in conformance/."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+if os.environ.get("SAMESTEP_TEST_BACKEND", "torch") != "paddle":
+    pytest.skip("one framework per process: set SAMESTEP_TEST_BACKEND=paddle", allow_module_level=True)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that there is no ccache
+    import paddle
+
+import paddle.nn.functional as F
+from bits_reference import of_bytes
+from conformance import suite
+from paddle import nn
+from paddle.distributed.fleet.utils import recompute
+
+import samestep as ss
+from samestep import draws, models
+from samestep import fingerprint as bits
+from samestep.backends.paddle.backend import backend as backends_paddle
+from samestep.backends.paddle.backend import fingerprint as paddle_bits
+from samestep.backends.paddle.lane import Flat
+from samestep.backends.paddle.noise import AHEAD, ALONE, FREE, GENERATOR, Noise, position
+from samestep.backends.paddle.replica import PaddleReplica
+from samestep.models import paddle as models_paddle
+
+pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")  # Paddle's batch norm, every time
+backend = backends_paddle.backend
+random = np.random.default_rng(0)
+X = random.random((90, 1, 28, 28), dtype=np.float32)
+Y = random.integers(0, 10, 90)
+SMALL = X.reshape(90, -1)[:, :12].copy()
+
+
+def fit(model, x=X, y=Y, **settings):
+    settings = {"max_epochs": 2, "batch_size": 32, "devices": 1, "progress": False} | settings
+    return ss.Trainer(**settings).fit(model, (x, y))
+
+
+def seeded(make):
+    """A model whose weights are drawn from seed 0."""
+
+    @functools.wraps(make)
+    def made(*args):
+        paddle.seed(0)
+        return make(*args)
+
+    return made
+
+
+@seeded
+def dense(*middle):
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 6), *(middle or (nn.Tanh(),)), nn.Linear(6, 10))
+
+
+def same_on_three(make, **settings):
+    """The run on one device, after comparing it with runs on two and on three."""
+    runs = [fit(make(), x=SMALL, devices=k, **settings) for k in (1, 2, 3)]
+    assert runs[0].recipe["initial"] != runs[0].fingerprint
+    for run in runs[1:]:
+        suite.same(runs[0], run)
+    return runs[0]
+
+
+def replica_of(model, loss=None, shards=2):
+    return backend.replica(model, loss, ss.cpu(), shards)
+
+
+def tensor(array):
+    return backend.put(array, ss.cpu())
+
+
+# Against the framework itself; against references in float64 see conformance/
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_models_have_the_names_and_layouts_of_every_framework(name):
+    before = position()
+    model, weights = getattr(models_paddle, name)(), getattr(models, name)()
+    assert position() == before  # nothing was drawn
+    tensors = replica_of(model).tensors()
+    assert all(tensors[key].tobytes() == weight.tobytes() for key, weight in weights.items())
+    assert all(".running_" in key or ".num_batches_tracked" in key for key in tensors.keys() - weights.keys())
+
+
+def test_the_norm_of_the_models_against_numpy():
+    norm, x = models_paddle.Norm(3), random.standard_normal((5, 3, 4, 2)).astype(np.float32)
+    mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+    expected = (x - mean[:, None, None]) / np.sqrt(var + 1e-5)[:, None, None]
+    np.testing.assert_allclose(norm(tensor(x)).numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(norm.running_mean.numpy(), 0.1 * mean, rtol=1e-5)
+    np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * var * 40 / 39, rtol=1e-5)
+    assert norm.num_batches_tracked.item() == 1
+
+
+def test_bad_sizes_of_an_mlp():
+    with pytest.raises(ss.SamestepError, match="sizes must name at least"):
+        models_paddle.mlp((3,))
+    with pytest.raises(ss.SamestepError, match="dropout must be at least 0 and below 1"):
+        models_paddle.mlp(dropout=1.0)
+
+
+# Against a plain loop
+
+
+def plain(model, optimizer, x, epochs=2, batch=32):
+    """Paddle's own loop over the same order of examples."""
+    for epoch in range(epochs):
+        order = draws.order(0, epoch, len(x))
+        for lo in range(0, len(x), batch):
+            chosen = order[lo : lo + batch]
+            F.cross_entropy(model(tensor(x[chosen])), tensor(Y[chosen])).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+    return {name: t.numpy() for name, t in model.state_dict().items()}
+
+
+def close(ours, theirs, start):
+    for name, weight in theirs.items():
+        moved = np.abs(weight - start[name].numpy()).max()
+        assert moved > 0
+        np.testing.assert_allclose(ours[name], weight, atol=1e-4 * moved + 1e-7)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_parity_with_a_plain_loop(shards):
+    """Equal to rounding after two epochs, with our optimizer and with Paddle's."""
+    twin, model = models_paddle.lenet_modern(), models_paddle.lenet_modern()
+    expected = plain(twin, paddle.optimizer.Momentum(0.05, 0.9, parameters=twin.parameters()), X)
+    theirs = paddle.optimizer.Momentum(0.05, 0.9, parameters=model.parameters())
+    for settings in ({"optimizer": ss.sgd(momentum=0.9), "schedule": 0.05}, {"optimizer": theirs}):
+        close(fit(model, shards=shards, **settings).weights(), expected, model.state_dict())
+
+
+@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9, weight_decay=0.01), ss.adam()])
+def test_a_step_in_one_go_has_the_bits_of_its_parts(optimizer, monkeypatch):
+    def prints():
+        return fit(models_paddle.mlp(), shards=1, optimizer=optimizer).fingerprints
+
+    given = PaddleReplica.whole, PaddleReplica.in_one_go
+    made = []
+    monkeypatch.setattr(PaddleReplica, "whole", lambda *args: made.append(1) or given[0](*args))
+    whole = prints()
+    assert len(made) == len(whole) > 0
+    monkeypatch.setattr(PaddleReplica, "in_one_go", lambda *_: False)
+    assert prints() == whole
+    assert len(made) == len(whole)
+
+
+def test_a_gradient_that_is_a_weight_is_taken_before_it_moves():
+    """The gradients of a and b are b and a themselves."""
+
+    class Product(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.held = a.detach(), b.detach()
+            return (a * b).sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            return ctx.held[1], ctx.held[0]
+
+    class Model(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            ones = nn.initializer.Constant(1.0)
+            self.a = self.create_parameter([64], default_initializer=ones)
+            self.b = self.create_parameter([64], default_initializer=ones)
+
+        def forward(self, x):
+            return x.mean() * 0 + Product.apply(self.a, self.b)
+
+    run = fit(Model(), X[:1], Y[:1], shards=1, schedule=0.25, max_epochs=1, loss=lambda output, y: output)
+    assert [set(weight.ravel()) for weight in run.weights().values()] == [{0.75}, {0.75}]
+
+
+# What a layer keeps
+
+
+def test_a_layer_with_batch_norm_and_dropout():
+    make = functools.partial(dense, nn.BatchNorm1D(6), nn.ReLU(), nn.Dropout(0.5))
+    run = same_on_three(make)
+    assert not np.array_equal(run.weights()["2._mean"], np.zeros(6))
+    trained = run.model
+    assert isinstance(trained, nn.Sequential)
+    assert np.array_equal(trained[2]._mean.numpy(), run.weights()["2._mean"])
+    assert ss.Trainer(devices=2, batch_size=32).evaluate(trained, (SMALL, Y))["examples"] == 90
+    again = fit(trained, x=SMALL)
+    assert again.recipe["initial"] == run.fingerprint != again.fingerprint
+
+
+def test_one_shard_has_the_statistics_of_a_plain_loop():
+    def make():
+        return dense(nn.BatchNorm1D(6, momentum=0.5))
+
+    twin = make()
+    expected = plain(twin, paddle.optimizer.SGD(0.1, parameters=twin.parameters()), SMALL)
+    ours = fit(make(), x=SMALL, shards=1).weights()
+    for name in ("2._mean", "2._variance"):
+        np.testing.assert_allclose(ours[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+class Counting(nn.Layer):
+    """Keeps state in all ways: written in place, made anew, and a thing that only looks like state."""
+
+    def __init__(self):
+        super().__init__()
+        paddle.seed(0)
+        self.dense = nn.Linear(12, 10)
+        self.register_buffer("sum", paddle.zeros([]))
+        self.register_buffer("steps", paddle.zeros([2], "int64"))
+        self.register_buffer("kept", paddle.ones([1]), persistable=False)
+
+    def forward(self, x):
+        if self.training:
+            paddle.assign(self.sum + x.mean(), self.sum)
+            self.steps = self.steps + 1
+        self.kept = self.kept + 1.0
+        self.last = self.dense(x) * (self.kept - 1)  # in Paddle this makes it a buffer
+        return self.last
+
+
+def test_buffers_are_the_mean_over_examples():
+    run = same_on_three(Counting, max_epochs=1, batch_size=90, shards=7)
+    np.testing.assert_allclose(run.weights()["sum"], SMALL.mean(), rtol=1e-5)
+    assert run.weights()["steps"].tolist() == [1, 1]
+    assert set(run.weights()) == {"dense.weight", "dense.bias", "sum", "steps"}
+    assert run.model.kept.item() == 1  # as it was at the start of the run
+
+
+def test_a_model_that_is_called_after_the_fit_does_not_change_the_run():
+    model = Counting()
+    run = fit(model, x=SMALL)
+    model(tensor(SMALL))  # puts other tensors in the places of its buffers
+    trained = run.model
+    assert {name: t.numpy().tobytes() for name, t in trained.state_dict().items()} == {
+        name: a.tobytes() for name, a in run.weights().items()
+    }
+
+
+class Hidden(nn.Layer):
+    """Writes to what is no state."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.dense, self.way = nn.Linear(12, 10), way
+        self.register_buffer("seen", paddle.zeros([12]), persistable=False)
+        self.mean = self.create_parameter([12])
+        self.mean.stop_gradient = True
+
+    def forward(self, x):
+        if self.training and self.way == "in place":
+            paddle.assign(self.seen + 1, self.seen)
+        if self.way == "by a kernel":
+            x = F.batch_norm(x, self.mean, self.seen, training=self.training)
+        return self.dense(x)
+
+
+@pytest.mark.parametrize(("way", "name"), [("in place", "seen"), ("by a kernel", "mean")])
+def test_state_that_is_not_kept_is_an_error(way, name):
+    with pytest.raises(ss.SamestepError, match=f"'{name}' was written to in the forward pass, but is not a buffer"):
+        fit(Hidden(way), x=SMALL)
+
+
+class Tied(nn.Layer):
+    """Weights that are shared, frozen, of few rows, unused; a part in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        paddle.seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.words = nn.Embedding(40, 4, sparse=True)
+        self.frozen, self.unused = nn.Linear(4, 10), nn.Linear(3, 3)
+        self.frozen.weight.stop_gradient = True
+        self.norm = nn.BatchNorm1D(4)
+        self.norm.eval()
+
+    def forward(self, x):
+        return self.frozen(self.second(self.norm(self.first(self.words(x).mean(1)))))
+
+
+def test_shared_frozen_and_sparse_weights():
+    x = random.integers(0, 40, (90, 5))
+    runs = [fit(Tied(), x=x, devices=k) for k in (1, 3)]
+    suite.same(*runs)
+    weights, start = runs[0].weights(), {name: t.numpy() for name, t in Tied().state_dict().items()}
+    assert weights["first.weight"].tobytes() == weights["second.weight"].tobytes()
+    for name in ("frozen.weight", "unused.weight", "norm._mean"):
+        assert weights[name].tobytes() == start[name].tobytes()
+    assert not np.array_equal(weights["words.weight"], start["words.weight"])
+    assert runs[0].model.frozen.weight.stop_gradient
+    whole = Tied()
+    whole.words._sparse = False
+    np.testing.assert_allclose(fit(whole, x=x).weights()["words.weight"], weights["words.weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_layers_with_hooks(wrap):
+    @seeded
+    def make():
+        return nn.Sequential(wrap(nn.Linear(12, 6)), nn.Tanh(), nn.Linear(6, 10))
+
+    same_on_three(make)
+
+
+@seeded
+def recurrent():
+    class Last(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.dense = nn.LSTM(3, 5, num_layers=2, dropout=0.3), nn.Linear(5, 10)
+
+        def forward(self, x):
+            return self.dense(self.lstm(x.reshape([-1, 4, 3]))[0][:, -1])
+
+    return Last()
+
+
+def test_a_recurrent_layer():
+    same_on_three(recurrent)
+
+
+def test_float64():
+    @seeded
+    def make():
+        return dense().to(dtype="float64")
+
+    runs = [fit(make(), x=SMALL.astype(np.float64), devices=k) for k in (1, 3)]
+    suite.same(*runs)
+    assert runs[0].weights()["1.weight"].dtype == np.float64
+
+
+def test_fit_leaves_the_model_alone():
+    model = dense(nn.BatchNorm1D(6))
+    before = {name: t.numpy().tobytes() for name, t in model.state_dict().items()}
+    model.eval()
+    run = fit(model, x=SMALL)
+    assert run.fingerprint != run.recipe["initial"]
+    assert {name: t.numpy().tobytes() for name, t in model.state_dict().items()} == before
+    assert not any(layer.training for layer in model.sublayers(include_self=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_average():
+    run = fit(models_paddle.lenet_modern(), average=ss.swa(1))
+    assert run.average is not None
+    assert run.average_model(tensor(X[:2])).shape == [2, 10]
+
+
+# Noise
+
+
+class Again(nn.Layer):
+    """Dropout in a part that is computed again in the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        paddle.seed(0)
+        self.reentrant = reentrant
+        self.part, self.last = nn.Sequential(nn.Linear(12, 6), nn.Dropout(0.5)), nn.Linear(6, 10)
+
+    def forward(self, x):
+        if not self.training:
+            return self.last(self.part(x))
+        x.stop_gradient = False
+        return self.last(recompute(self.part, x, use_reentrant=self.reentrant))
+
+
+NOISY = {
+    "nothing drawn": (dense, FREE),
+    "dropout": (functools.partial(dense, nn.Dropout(0.5)), AHEAD),
+    "recompute": (functools.partial(Again, True), ALONE),
+    "recompute with hooks": (functools.partial(Again, False), ALONE),
+    "compiled": (lambda: paddle.jit.to_static(dense(nn.Dropout(0.5))), AHEAD),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", NOISY)
+def test_ways_of_drawing(name):
+    make, way = NOISY[name]
+    replica = replica_of(make())
+    first = [replica.gradient(tensor(SMALL[:8]), tensor(Y[:8]), key, 0).numpy() for key in (5, 6, 5)]
+    assert replica._noise[True].way == way
+    assert first[0].tobytes() == first[2].tobytes()
+    assert (first[0].tobytes() == first[1].tobytes()) == (way == FREE)
+    replica._noise[True].way = ALONE  # the most general way draws the same numbers
+    assert replica.gradient(tensor(SMALL[:8]), tensor(Y[:8]), 5, 0).numpy().tobytes() == first[0].tobytes()
+    same_on_three(make)
+
+
+def test_the_numbers_are_those_of_paddle_seed():
+    x = tensor(SMALL[:8])
+    model = dense(nn.Dropout(0.5))
+    paddle.seed(77)
+    loss = F.cross_entropy(model(x), tensor(Y[:8]), reduction="sum").item()
+    vector = replica_of(model).gradient(x, tensor(Y[:8]), key=77, shard=0)
+    assert vector[-4].item() == pytest.approx(loss, rel=1e-6)
+
+
+class Sometimes(nn.Layer):
+    """Draws for some examples only: the first shard does not show it."""
+
+    def __init__(self):
+        super().__init__()
+        paddle.seed(0)
+        self.dense = nn.Linear(12, 10)
+
+    def forward(self, x):
+        if float(x[0, 0]) > 0.5:
+            x = F.dropout(x, 0.5, training=self.training)
+        return self.dense(x)
+
+
+def test_a_model_that_draws_late_is_found_out():
+    same_on_three(Sometimes)
+
+
+def test_threads_that_compute_side_by_side_do_not_see_each_other():
+    """Sixteen threads, one model with batch norm: every shard has the bits it has alone."""
+    replica = replica_of(models_paddle.resnet18(width=4), shards=1)
+    x = random.random((32, 1, 40, 40), dtype=np.float32)
+    shards = [(tensor(x[i : i + 4]), tensor(Y[i : i + 4])) for i in range(0, 32, 4)]
+    alone = [replica.gradient(*shard, key=1, shard=0).numpy().tobytes() for shard in shards]
+    found, together = {}, threading.Barrier(16)
+
+    def work(i):
+        together.wait()  # all live at once, so each has a lane of its own
+        for n in range(2):
+            found[i, n] = replica.gradient(*shards[i % 8], key=1, shard=0).numpy().tobytes()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(replica._lanes) == 17
+    assert all(found[i, n] == alone[i % 8] for i in range(16) for n in range(2))
+
+
+def test_the_user_gets_the_generator_back():
+    paddle.seed(3)
+    before = position()
+    fit(dense(nn.Dropout(0.5)), x=SMALL)
+    paddle.seed(3)
+    assert position() == before
+    model = models_paddle.mlp((784, 32, 10))
+    paddle.seed(3)
+    flags = paddle.get_flags(["FLAGS_new_executor_serial_run"])
+    fit(model, devices=2)
+    ss.Trainer(devices=2).evaluate(model, (X, Y))
+    assert position() == before
+    assert paddle.get_flags(["FLAGS_new_executor_serial_run"]) == flags
+    assert paddle.get_device() == "cpu"
+    assert Noise._generator._inside == 0
+
+
+# Compiled
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", suite.MODELS)
+def test_compiled_layers_have_the_bits_of_the_suite(name):
+    """Paddle builds a program for every replica and every size of a shard, which takes long: 2 replicas, sizes 2 and 1."""
+
+    def run(model, k):
+        trainer = ss.Trainer(max_epochs=2, batch_size=16, devices=k, progress=False)
+        return trainer.fit(model, suite.data(name, 20))
+
+    make = getattr(suite.zoo, name)
+    eager = run(make(), 3)
+    suite.same(eager, run(paddle.jit.to_static(make(), full_graph=True), 2))
+
+
+# Losses
+
+
+def test_losses_of_examples_their_mean_and_their_sum_agree():
+    each = functools.partial(F.cross_entropy, reduction="none")
+    losses = [
+        None,
+        each,
+        F.cross_entropy,
+        nn.CrossEntropyLoss(reduction="sum"),
+        lambda o, y: each(o, y).reshape([-1, 1]),
+    ]
+    runs = [fit(dense(), x=SMALL, loss=loss) for loss in losses]
+    for run in runs[1:]:
+        for name, weight in run.weights().items():
+            np.testing.assert_allclose(weight, runs[0].weights()[name], atol=1e-6)
+
+
+def test_bad_losses():
+    with pytest.raises(ss.SamestepError, match="one value per example"):
+        fit(dense(), x=SMALL, loss=lambda output, y: output.reshape([-1]))
+    with pytest.raises(ss.SamestepError, match="loss must return a tensor"):
+        fit(dense(), x=SMALL, loss=lambda output, y: 1.0)
+
+
+def test_a_loss_of_real_numbers():
+    run = fit(dense(), x=SMALL, y=SMALL[:, :10], loss=nn.MSELoss())
+    assert run.history[-1]["train_accuracy"] is None
+    assert run.history[-1]["train_loss"] < run.history[0]["train_loss"]
+
+
+# Errors
+
+
+def test_labels_out_of_range():
+    with pytest.raises(ss.SamestepError, match="labels must be from 0 to 9"):
+        fit(dense(), x=SMALL, y=Y + 1)
+
+
+def test_nan_names_step_and_shard():
+    x = SMALL.copy()
+    x[draws.order(0, 0, 90)[32 + 31]] = np.nan  # the last example of the second batch
+    with pytest.raises(ss.SamestepError, match="at step 1, shard 7"):
+        fit(dense(), x=x, max_epochs=1)
+
+
+def test_other_types_are_named():
+    with pytest.raises(ss.SamestepError, match="float64 and the model float32"):
+        fit(dense(), x=SMALL.astype(np.float64))
+    with pytest.raises(ss.SamestepError, match=r"train x is int64 and the model float32: convert one"):
+        fit(dense(), x=(SMALL * 9).astype(np.int64))
+    with pytest.raises(ss.SamestepError, match=r"train x is uint8 and the model float32: convert one"):
+        fit(models_paddle.lenet(), x=(X * 9).astype(np.uint8))
+    with paddle.LazyGuard():
+        lazy = nn.Linear(12, 10)
+    with pytest.raises(ss.SamestepError, match="made under paddle.LazyGuard"):
+        fit(lazy, x=SMALL)
+    with pytest.raises(ss.SamestepError, match="has no parameters to train"):
+        fit(nn.Flatten())
+    with pytest.raises(ss.SamestepError, match="paddle has no uint16 arrays"):
+        ss.put(np.zeros(3, np.uint16), "cpu", backend="paddle")
+    with pytest.raises(ss.SamestepError, match="must all be float32 or all float64, got bfloat16"):
+        fit(dense().to(dtype="bfloat16"), x=SMALL)
+
+
+def test_out_of_memory():
+    with pytest.raises(ss.SamestepError, match="cpu ran out of memory when .* were asked for: raise shards"):
+        backend.map([lambda: paddle.zeros([1 << 44])])
+
+
+# paddle.optimizer
+
+
+def halves(parameters):
+    """Two groups, one of them at half the rate and with weight decay."""
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "learning_rate": 0.5, "weight_decay": 0.1}]
+    return paddle.optimizer.Adam(0.01, parameters=groups)
+
+
+OPTIMIZERS = {
+    "SGD": paddle.optimizer.SGD,
+    "Adam": functools.partial(paddle.optimizer.Adam, 0.01),
+    "AdamW": lambda p: paddle.optimizer.AdamW(0.01, weight_decay=0.1, parameters=p),
+    "RMSProp": functools.partial(paddle.optimizer.RMSProp, 0.01, momentum=0.5, centered=True),
+    "clipped": lambda p: paddle.optimizer.Momentum(
+        0.1, parameters=p, grad_clip=nn.ClipGradByGlobalNorm(0.1), weight_decay=0.01
+    ),
+    "NAdam": functools.partial(paddle.optimizer.NAdam, 0.01),
+    "Lamb": functools.partial(paddle.optimizer.Lamb, 0.01),
+    "Adadelta": functools.partial(paddle.optimizer.Adadelta, 0.1),
+    "groups": halves,
+}
+
+
+def given(name, parameters):
+    make = OPTIMIZERS[name]
+    return make(parameters) if name in ("AdamW", "clipped", "groups") else make(parameters=parameters)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_paddle(name):
+    twin = dense()
+    expected = plain(twin, given(name, twin.parameters()), SMALL)
+    run = same_on_three(dense, optimizer=OPTIMIZERS[name])
+    close(run.weights(), expected, dense().state_dict())
+    model = dense()
+    instance = given(name, model.parameters())
+    suite.same(run, fit(model, x=SMALL, optimizer=instance, devices=2))
+    assert all(not held for held in instance._accumulators.values())  # the user's is left as it was
+    assert type(instance).__name__ in run.recipe["optimizer"]
+
+
+def test_an_optimizer_with_a_past_and_frozen_parameters():
+    model = dense(nn.BatchNorm1D(6))
+    optimizer = paddle.optimizer.Momentum(0.05, 0.9, parameters=model.parameters())
+    fresh = fit(model, x=SMALL, optimizer=optimizer)
+    plain(model, optimizer, SMALL)
+    past = {name: t.numpy() for name, t in optimizer.state_dict().items()}
+    runs = [fit(model, x=SMALL, optimizer=optimizer, devices=k) for k in (1, 3)]
+    suite.same(*runs)
+    assert runs[0].recipe["optimizer"] != fresh.recipe["optimizer"]
+    assert all(np.array_equal(t.numpy(), past[name]) for name, t in optimizer.state_dict().items())
+    expected, start = plain(model, optimizer, SMALL), runs[0].weights()
+    np.testing.assert_allclose(
+        fit(model, x=SMALL, optimizer=optimizer, max_epochs=1, shards=1).weights()["1.weight"],
+        expected["1.weight"],
+        atol=1,
+    )
+    assert start.keys() == expected.keys()
+
+
+def test_the_schedule_sets_the_rate():
+    run = fit(dense(), x=SMALL, optimizer=paddle.optimizer.SGD, schedule=ss.poly(0.2, 6))
+    assert run.history[-1]["lr"] == pytest.approx(0.2 / 6)
+    ours = fit(dense(), x=SMALL, optimizer=ss.sgd(), schedule=ss.poly(0.2, 6))
+    for name, weight in ours.weights().items():
+        np.testing.assert_allclose(run.weights()[name], weight, atol=1e-6)
+    assert fit(dense(), x=SMALL, optimizer=functools.partial(paddle.optimizer.SGD, 0.25)).history[0]["lr"] == 0.25
+
+
+def test_bad_optimizers():
+    model, scheduler = dense(), paddle.optimizer.lr.ExponentialDecay(0.1, 0.9)
+    with pytest.raises(ss.SamestepError, match="has a scheduler inside .ExponentialDecay."):
+        fit(model, x=SMALL, optimizer=paddle.optimizer.SGD(scheduler, parameters=model.parameters()))
+    with pytest.raises(ss.SamestepError, match="not parameters of the model to be trained"):
+        fit(model, x=SMALL, optimizer=paddle.optimizer.SGD(0.1, parameters=dense().parameters()))
+    with pytest.raises(ss.SamestepError, match="must be a paddle.optimizer.Optimizer"):
+        fit(model, x=SMALL, optimizer=lambda parameters: 3)
+    with pytest.raises(ss.SamestepError, match="LBFGS computes the loss several times"):
+        fit(model, x=SMALL, optimizer=paddle.optimizer.LBFGS)
+
+
+def test_rates_of_a_scheduler():
+    scheduler = paddle.optimizer.lr.StepDecay(0.4, step_size=2, gamma=0.5)
+    assert backend.rates(scheduler, 5) == [0.4, 0.4, 0.2, 0.2, 0.1]
+    assert scheduler.last_epoch == 0
+    with pytest.raises(ss.SamestepError, match="use samestep.Plateau"):
+        backend.rates(paddle.optimizer.lr.ReduceOnPlateau(0.1), 2)
+    with pytest.raises(ss.SamestepError, match="must be a paddle.optimizer.lr.LRScheduler"):
+        backend.rates("linear", 2)
+
+
+# Checkpoints
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "optimizer", [ss.adam(), functools.partial(paddle.optimizer.Adam, 0.1)], ids=["ours", "theirs"]
+)
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_killed_and_resumed_on_other_devices(step, optimizer, tmp_path):
+    settings = {"x": SMALL, "shards": 4, "optimizer": optimizer, "checkpoint_every": 1, "average": ss.path_average()}
+    whole = fit(dense(nn.BatchNorm1D(6), nn.Dropout(0.5)), devices=3, loss=F.cross_entropy, **settings)
+    shards = 0
+
+    def cross_entropy(output, y):
+        nonlocal shards
+        shards += not output.stop_gradient
+        if shards == step * 4 + 2:
+            raise Interrupted
+        return F.cross_entropy(output, y)
+
+    cross_entropy.__qualname__ = "cross_entropy"
+    with pytest.raises(Interrupted):
+        fit(
+            dense(nn.BatchNorm1D(6), nn.Dropout(0.5)),
+            devices=2,
+            loss=cross_entropy,
+            run_dir=tmp_path / "run",
+            **settings,
+        )
+    model = dense(nn.BatchNorm1D(6), nn.Dropout(0.5))
+    run = fit(model, devices=4, loss=F.cross_entropy, run_dir=tmp_path / "run", **settings)
+    assert run.resumed == step
+    suite.same(whole, run)
+    assert all(run.average[name].tobytes() == array.tobytes() for name, array in whole.average.items())
+
+
+def test_what_is_saved_comes_back_to_the_bit():
+    make = functools.partial(models_paddle.resnet18, width=4)
+    one, other = replica_of(make()), replica_of(make(seed=1))
+    one.load({name: a + a + 3 for name, a in one.tensors().items()})
+    assert one.fingerprint().item() != other.fingerprint().item()
+    other.load(one.tensors())
+    assert one.fingerprint().item() == other.fingerprint().item()
+    assert all(np.array_equal(a, other.tensors()[name]) for name, a in one.tensors().items())
+    for mine, back in zip(one.vectors(), one.vectors_from(one.tensors()), strict=True):
+        assert mine.numpy().tobytes() == back.numpy().tobytes()
+    assert one.flat(one.named(one.parameters)).numpy().tobytes() == one.parameters.numpy().tobytes()
+    assert {name: a.shape for name, a in one.named(one.parameters).items()} == {
+        name: a.shape for name, a in models.resnet18(width=4).items()
+    }
+
+
+def test_weights_move_to_numpy_and_back(tmp_path):
+    run = fit(models_paddle.lenet_modern(), run_dir=tmp_path / "run")
+    from safetensors.numpy import load_file
+
+    tensors = load_file(tmp_path / "run" / "weights.safetensors")
+    model = models_paddle.lenet_modern(seed=1)
+    assert model.set_state_dict(tensors) == ([], [])
+    expected = run.model(tensor(X[:4])).numpy()
+    assert model(tensor(X[:4])).numpy().tobytes() == expected.tobytes()
+
+
+# Devices and vectors
+
+
+def test_device_functions():
+    array = paddle.ones([3])
+    assert ss.put(array, "cpu") is array
+    assert ss.device_of(array) == ss.cpu()
+    assert isinstance(ss.put(np.ones(3, np.float32), "cpu", backend="paddle"), paddle.Tensor)
+    assert isinstance(ss.get(array), np.ndarray)
+    assert backend.devices()[0] == ss.cpu()
+    total, used = backend.memory(ss.cpu())
+    assert 0 < used < total
+    if ss.num_gpus("paddle") == 0:
+        assert ss.try_gpu(backend="paddle") == ss.cpu()
+        with pytest.raises(ss.SamestepError, match="device cuda:0 is not there: paddle sees cpu"):
+            ss.put(array, "cuda")
+
+
+def test_copies_share_nothing_and_have_gradients():
+    weight = paddle.ones([2, 3])
+    [copied] = ss.replicate([weight], "cpu")
+    assert copied.grad.numpy().tolist() == np.zeros((2, 3)).tolist()
+    assert not copied.stop_gradient
+    backend.assign(copied, paddle.full([2, 3], 5.0))
+    assert weight.sum().item() == 6
+    assert copied.sum().item() == 30
+
+
+@pytest.mark.parametrize("how", ["tree", "gather", "ring", "sharded"])
+def test_allreduce(how):
+    arrays = [paddle.full([2, 3], float(i)) for i in range(1, 4)]
+    sums = ss.allreduce(arrays, how)
+    assert all(np.array_equal(total.numpy(), np.full((2, 3), 6.0)) for total in sums)
+    assert all(array.sum().item() == 36 for array in arrays)  # in place
+
+
+def test_vectors_are_laid_out_as_the_models_tensors():
+    tensors = [paddle.to_tensor(np.full(shape, i, np.float32)) for i, shape in enumerate([(3,), (), (2, 9)])]
+    flat = Flat(tensors, paddle.CPUPlace())
+    assert [start * 4 % 64 for start, _ in flat.spans] == [0, 0, 0]
+    assert [view.tolist() for view in flat.cut(flat.vector.numpy())] == [t.tolist() for t in tensors]
+
+
+def test_fingerprints_see_every_bit_and_place():
+    def of(*numbers):
+        layer = nn.Layer()
+        layer.weight = layer.create_parameter([len(numbers)])
+        layer.weight.set_value(np.array(numbers, np.float32))
+        return PaddleReplica(layer, None, ss.cpu(), 1, paddle.CPUPlace()).fingerprint().item()
+
+    some = [(1, 2, 0), (2, 1, 0), (-1, -2, 0), (-1, 2, 0), (1, 2, -0.0), (1, 2, 0, 0)]
+    assert len({of(*numbers) for numbers in some}) == 5  # a zero at the end is padding
+    rows = np.zeros(1 << 18, np.float32)
+    seen = set()
+    for place in (0, 1, 1 << 16, (1 << 16) + 1, (1 << 17), (1 << 18) - 1):
+        rows[:] = 0
+        rows[place] = 1
+        seen.add(of(*rows))
+    assert len(seen) == 6
+    # two signs, the highest bits: where the sum wraps around, they must not cancel each other
+    signs = [[-0.0 if place in (i, j) else 0.0 for place in range(16)] for i in range(16) for j in range(i + 1)]
+    assert len({of(*numbers) for numbers in signs}) == len(signs) == 136
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
+@pytest.mark.parametrize("n", [0, 1, 17, 8192, 40_007])
+def test_fingerprints_against_whole_numbers_of_python(n, dtype):
+    """On the host, and as a GPU computes them."""
+    vector = (random.random(n) * 100).astype(dtype)
+    total = of_bytes(vector.tobytes())
+    assert int(bits.fingerprint([vector])[0]) % (1 << 64) == total
+    assert int(paddle_bits.on_gpu([tensor(vector)]).item()) % (1 << 64) == total
+
+
+SCRIPT = """
+import warnings; warnings.simplefilter("ignore")
+import numpy as np, samestep as ss
+from samestep.models.paddle import lenet
+r = np.random.default_rng(0)
+x, y = r.random((300, 1, 28, 28), dtype=np.float32), r.integers(0, 10, 300)
+print(ss.Trainer(max_epochs=1, devices=2, progress=False).fit(lenet(), (x, y)).fingerprint)
+"""
+
+
+def test_the_threads_of_mkl_have_no_way_in():
+    """In processes of their own: Paddle takes its number of threads from OMP_NUM_THREADS when it is imported."""
+    prints = set()
+    for threads in ("1", "2", "7"):
+        env = os.environ | {"OMP_NUM_THREADS": threads}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        prints.add(done.stdout.strip())
+    assert len(prints) == 1
+
+
+THREADS = """
+import warnings; warnings.simplefilter("ignore")
+import os, sys, numpy as np
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
+import samestep as ss
+from samestep.models.paddle import mlp
+r = np.random.default_rng(0)
+x, y = r.random((96, 1, 28, 28), dtype=np.float32), r.integers(0, 10, 96)
+trainer = ss.Trainer(max_epochs=1, batch_size=32, shards=1, threads_per_shard=int(sys.argv[2]), progress=False)
+print(trainer.fit(mlp(), (x, y)).fingerprint)
+"""
+
+
+def test_a_shards_threads_decide_the_bits_and_the_cores_do_not():
+    def run(cores, threads):
+        given = [sys.executable, "-c", THREADS, str(cores), str(threads)]
+        done = subprocess.run(given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run(1, 2) == run(2, 2)  # on a machine of one core, the same twice
+    assert run(2, 1) != run(2, 2)
+
+
+def test_the_generator_is_paddles():
+    assert GENERATOR.initial_seed() == paddle.framework.core.default_cpu_generator().initial_seed()

@@ -1,0 +1,354 @@
+"""Optimizers of torch.optim in the Trainer: the weights of a plain loop, the same bits on any number of devices."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conformance import suite
+from torch import nn
+
+import samestep as ss
+from samestep import draws
+from samestep.errors import Invalid, WrongType
+from samestep.optimizers.averaging import swa
+from samestep.schedules.kinds import cosine
+
+ROUNDING = 1e-12  # relative, float64: the gradient's sums in another order, over 8 updates
+
+
+def numbers(dtype=np.float64):
+    random = np.random.default_rng(0)
+    return random.standard_normal((61, 12)).astype(dtype), random.integers(0, 3, 61)
+
+
+def net(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def trainer(**settings):
+    return ss.Trainer(**{"max_epochs": 2, "batch_size": 16, "progress": False, "devices": 3, "seed": 3} | settings)
+
+
+def loop(model, optimizer, schedule=None):
+    """The plain loop of PyTorch over the same batches, 2 epochs of 4."""
+    x, y = map(torch.from_numpy, numbers())
+    for t, (epoch, first) in enumerate(itertools.product(range(2), range(0, 61, 16))):
+        index = torch.from_numpy(draws.order(3, epoch, 61)[first : first + 16])
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] if schedule is None else schedule(t)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[index]), y[index]).backward()
+        optimizer.step()
+    return model
+
+
+def plain(state):
+    """A state_dict in numbers, to be compared with ==."""
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return [plain(value) for value in state] if isinstance(state, list) else state
+
+
+def agree(run, model):
+    start = net().state_dict()
+    for name, values in model.state_dict().items():
+        assert not torch.equal(values, start[name])
+        np.testing.assert_allclose(run.weights()[name], values.numpy(), rtol=ROUNDING, atol=ROUNDING)
+
+
+def decay_of_matrices_only(parameters):
+    """AdamW as it is used in practice: two groups, and no decay of biases."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+FACTORIES = {
+    "SGD": torch.optim.SGD,
+    "SGD, momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.02, amsgrad=True),
+    "AdamW, two groups": decay_of_matrices_only,
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.1),
+    "Rprop": torch.optim.Rprop,
+}
+
+
+# The weights of a plain loop
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_factory_gives_the_weights_of_a_plain_loop(name):
+    run = trainer(optimizer=FACTORIES[name]).fit(net(), numbers())
+    model = net()
+    agree(run, loop(model, FACTORIES[name](model.parameters())))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_an_optimizer_made_from_the_model_gives_the_weights_of_a_plain_loop_and_is_left_as_it_was(name):
+    model = net()
+    optimizer = FACTORIES[name](model.parameters())
+    before = plain(optimizer.state_dict()), plain(model.state_dict())
+    run = trainer(optimizer=optimizer).fit(model, numbers())
+    assert (plain(optimizer.state_dict()), plain(model.state_dict())) == before
+    assert all(p.grad is None for p in model.parameters())
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    suite.same(run, trainer(optimizer=optimizer).fit(model, numbers()))  # a second fit starts anew
+    factory = trainer(optimizer=FACTORIES[name]).fit(net(), numbers())
+    suite.same(run, factory)  # a factory comes to the same
+    assert run.recipe == factory.recipe
+    agree(run, loop(model, optimizer))  # last: the plain loop trains the model itself
+
+
+def test_an_optimizer_with_a_past_goes_on_from_there():
+    """Its momenta are taken over, by a copy."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    loop(model, optimizer)
+    before = plain(optimizer.state_dict())
+    run = trainer(optimizer=optimizer).fit(model, numbers())
+    assert plain(optimizer.state_dict()) == before
+    assert before["state"]
+    agree(run, loop(model, optimizer))
+    fresh = trainer(optimizer=functools.partial(torch.optim.Adam, lr=0.02)).fit(model, numbers())
+    assert fresh.fingerprint != run.fingerprint
+    assert fresh.recipe["optimizer"] != run.recipe["optimizer"]
+
+
+@pytest.mark.parametrize("name", ["SGD, momentum", "AdamW, two groups"])
+def test_the_rate_is_that_of_the_schedule_if_there_is_one(name):
+    schedule = cosine(0.05, 12, end=0.01).warmup(2)
+    run = trainer(optimizer=FACTORIES[name], schedule=schedule).fit(net(), numbers())
+    model = net()
+    agree(run, loop(model, FACTORIES[name](model.parameters()), schedule))
+    assert [row["lr"] for row in run.history] == [schedule(3), schedule(7)]
+
+
+def test_without_a_schedule_the_rate_is_the_optimizers_own():
+    for optimizer, lr in ((FACTORIES["RMSprop"], 0.01), (torch.optim.SGD, 1e-3), (decay_of_matrices_only, 0.02)):
+        run = trainer(optimizer=optimizer).fit(net(), numbers())
+        assert [row["lr"] for row in run.history] == [lr, lr]
+        assert run.recipe["schedule"] == f"constant({lr})"
+
+
+def test_a_rate_that_is_a_tensor_is_left_as_it_was():
+    model, lr = net(), torch.tensor(0.125)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    run = trainer(optimizer=optimizer).fit(model, numbers())
+    suite.same(run, trainer(optimizer=functools.partial(torch.optim.SGD, lr=0.125)).fit(net(), numbers()))
+    trainer(optimizer=optimizer, schedule=0.5).fit(model, numbers())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == 0.125
+
+
+def test_samesteps_optimizers_and_torchs_agree():
+    for ours, theirs in (
+        (ss.sgd(momentum=0.9), functools.partial(torch.optim.SGD, momentum=0.9)),
+        (ss.sgd(momentum=0.9, nesterov=True, weight_decay=0.1), functools.partial(
+            torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1)),
+    ):  # fmt: skip
+        one = trainer(optimizer=ours, schedule=0.1).fit(net(), numbers())
+        two = trainer(optimizer=theirs, schedule=0.1).fit(net(), numbers())
+        for name, values in one.weights().items():
+            np.testing.assert_allclose(two.weights()[name], values, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_the_gradient_is_clipped_before_torch_sees_it():
+    settings = {"schedule": 1.0, "gradient_clip_val": 0.01, "max_epochs": 1, "batch_size": 61}
+    run = trainer(optimizer=torch.optim.SGD, **settings).fit(net(), numbers())
+    moved = [run.weights()[name] - values.numpy() for name, values in net().state_dict().items()]
+    assert np.sqrt(sum((change**2).sum() for change in moved)) == pytest.approx(0.01, rel=ROUNDING)
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("model", ["lenet_modern", "mlp_with_dropout"])
+@pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "AdamW, two groups", "RMSprop", "Adagrad"])
+def test_same_bits_on_any_number_of_devices(name, model):
+    rate = lambda t: 0.01 / (1 + t)  # noqa: E731
+    suite.check(lambda k: suite.fit(model, k, optimizer=FACTORIES[name], schedule=rate), (2, 3, 8))
+
+
+def test_an_optimizer_made_from_the_model_has_the_same_bits_on_any_number_of_devices():
+    def run_on(count):
+        model = suite.zoo.mlp_with_dropout()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return trainer(devices=count, optimizer=optimizer).fit(model, suite.data("mlp_with_dropout", 61))
+
+    suite.check(run_on, (2, 3, 8))
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, one that is frozen, and one with the memory of channels-last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 3).requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        return self.frozen(self.second(self.first(self.conv(x.view(-1, 3, 2, 2)).flatten(1))))
+
+
+@pytest.mark.parametrize("made", ["by a factory", "from the trained parameters", "from all parameters"])
+def test_tied_and_frozen_parameters(made):
+    """An optimizer skips a parameter without a gradient: a frozen one stays, also with weight decay."""
+    make = functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.5)
+
+    def run_on(count):
+        model = Tied()
+        trained = (
+            model.parameters() if made == "from all parameters" else [p for p in model.parameters() if p.requires_grad]
+        )
+        return trainer(devices=count, optimizer=make if made == "by a factory" else make(trained)).fit(model, numbers())
+
+    suite.check(run_on, (2, 3))
+    model, start, weights = Tied(), Tied().state_dict(), run_on(1).weights()
+    loop(model, make(model.parameters()))
+    for name, values in model.state_dict().items():
+        np.testing.assert_allclose(weights[name], values.numpy(), rtol=ROUNDING, atol=ROUNDING)
+        assert name.startswith("frozen") == torch.equal(values, start[name])
+    assert weights["first.weight"].tobytes() == weights["second.weight"].tobytes()
+    assert weights["frozen.weight"].tobytes() == start["frozen.weight"].numpy().tobytes()
+
+
+def test_parameters_that_the_optimizer_does_not_have_stay():
+    model = net()
+    run = trainer(optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1)).fit(model, numbers())
+    assert run.weights()["0.weight"].tobytes() == model[0].weight.detach().numpy().tobytes()
+    assert (run.weights()["2.weight"] != model[2].weight.detach().numpy()).any()
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer of somebody's own, with something to remember."""
+
+    def __init__(self, parameters, scale):
+        super().__init__(parameters, lr=0.1)
+        self.scale = scale
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad * self.scale
+        return super().step(closure)
+
+
+def test_an_optimizer_of_ones_own():
+    model = net()
+    made = trainer(optimizer=Scaled(model.parameters(), 2.0)).fit(model, numbers())
+    suite.same(made, trainer(optimizer=lambda parameters: Scaled(parameters, 2.0)).fit(net(), numbers()))
+    agree(made, loop(model, Scaled(model.parameters(), 2.0)))
+
+
+# Evaluation, the recipe, what is refused
+
+
+@pytest.mark.parametrize("settings", [{}, {"average": swa(1)}], ids=["plain", "average"])
+def test_a_trainer_with_an_optimizer_made_from_a_model_can_evaluate_others(settings):
+    model, (x, y) = net(), numbers()
+    data = ss.Data((x, y), (x[:20], y[:20]))
+    fitting = trainer(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+    run = fitting.fit(model, data)
+    result = fitting.evaluate(run.model, data)
+    last = run.history[-1]
+    assert result == {"loss": last["test_loss"], "accuracy": last["test_accuracy"], "examples": 20}
+    assert fitting.evaluate(net(), data)["loss"] != result["loss"]
+
+
+def test_an_evaluation_makes_no_optimizer():
+    def never(parameters):
+        raise AssertionError("an evaluation updates nothing")
+
+    assert trainer(optimizer=never).evaluate(net(), numbers())["examples"] == 61
+
+
+def test_the_recipe_tells_class_and_settings():
+    run = trainer(optimizer=decay_of_matrices_only, schedule=0.5).fit(net(), numbers())
+    text = run.recipe["optimizer"]
+    assert text.startswith("torch.optim.AdamW([{")
+    assert "'weight_decay': 0.5" in text
+    assert "'weight_decay': 0.0" in text
+    assert "'lr': 0.02" in text  # what it came with; what was applied is in the schedule
+    assert "tensor" not in text.lower()
+    assert (
+        run.recipe["optimizer"] == trainer(optimizer=decay_of_matrices_only).fit(net(), numbers()).recipe["optimizer"]
+    )
+
+
+DIFFERENT = (
+    "the optimizer has groups with different rates (0.1, 0.2), and the Trainer sets one rate for all: "
+    "give every group the same"
+)
+FOREIGN = "the optimizer has parameters that are not parameters of the model to be trained"
+
+
+def two_rates(parameters):
+    first, *rest = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": rest, "lr": 0.1}])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "message"),
+    [
+        (lambda parameters: None, WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got NoneType"),
+        (lambda parameters: parameters, WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got list"),
+        (lambda parameters: ss.sgd(), WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got SGD"),
+        (torch.optim.LBFGS, WrongType,
+         "LBFGS computes the loss several times in one update, which the Trainer does not: use another"),
+        (two_rates, Invalid, DIFFERENT),
+        (lambda parameters: torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
+    ],
+    ids=["None", "list", "samestep's", "LBFGS", "two rates", "another model's"],
+)  # fmt: skip
+@pytest.mark.parametrize("schedule", [None, 0.1], ids=["own rate", "schedule"])
+def test_factories_that_cannot_be_used(optimizer, kind, message, schedule, tmp_path):
+    with pytest.raises(kind) as caught:
+        trainer(optimizer=optimizer, schedule=schedule, run_dir=tmp_path / "run").fit(net(), numbers())
+    assert type(caught.value) is kind
+    assert str(caught.value) == message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("schedule", [None, 0.1], ids=["own rate", "schedule"])
+def test_optimizers_that_cannot_be_used(schedule):
+    model = net()
+    mine = list(model.parameters())
+    hooked = torch.optim.SGD(mine)
+    hooked.register_step_post_hook(lambda *_: None)
+    for optimizer, kind, message in (
+        (torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
+        (torch.optim.SGD([*mine, nn.Parameter(torch.zeros(1))]), Invalid, FOREIGN),
+        (two_rates(mine), Invalid, DIFFERENT),
+        (torch.optim.LBFGS(mine), WrongType, "LBFGS computes the loss several times in one update, "
+         "which the Trainer does not: use another"),
+        (torch.optim.lr_scheduler.StepLR(torch.optim.SGD(mine), 2), WrongType,
+         "optimizer must be a torch.optim.Optimizer, or a function that makes one from parameters, got StepLR"),
+        (hooked, Invalid, "the optimizer has hooks, which a replica's copy of it would not have: pass a function that "
+         "makes the optimizer from parameters and adds them"),
+    ):  # fmt: skip
+        with pytest.raises(kind) as caught:
+            trainer(optimizer=optimizer, schedule=schedule).fit(model, numbers())
+        assert type(caught.value) is kind
+        assert str(caught.value) == message
+
+
+def test_a_function_of_samesteps_that_was_not_called():
+    with pytest.raises(
+        WrongType, match=r"^optimizer must be one of samestep's, such as samestep.sgd\(\), .*<function sgd"
+    ):
+        trainer(optimizer=ss.sgd)

@@ -1,0 +1,434 @@
+"""verify: what it runs, that it finds what depends on the number of devices or on being resumed, and what it says.
+
+Most of it are real runs of a small script, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from samestep.errors import Invalid
+from samestep.runs.run import Run
+from samestep.runs.verify import Job, Report, Row, Start, Way, choose, counts, draw, table
+from samestep.screen import cli
+from samestep.training.trainer import OVERRIDES
+
+STEPS = 40
+SCRIPT = """
+import os, sys
+import numpy as np
+import torch
+import samestep as ss
+
+random = np.random.default_rng(0)
+x, y = random.standard_normal((64, 6)).astype("float32"), random.integers(0, 3, 64)
+torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 256), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(256, 3))
+calls = 0
+
+def loss(output, y):
+    global calls
+    calls += len(y) == 2  # a shard; shapes are found with one example
+    value = torch.nn.functional.cross_entropy(output, y, reduction="none")
+    TWIN
+    return value
+
+trainer = ss.Trainer(max_epochs=10, batch_size=16, devices=5, optimizer=ss.sgd(momentum=0.9), loss=loss, seed=3,
+                     run_dir="mine", checkpoint_every=None, resume=False)
+trainer.fit(model, (x, y))
+"""
+
+
+class Done(NamedTuple):
+    status: object
+    out: str
+    err: str
+
+
+Verify = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def sealed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder to work in; temporary folders are made beside it."""
+    for name in ("here", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
+    def call(*arguments: object) -> Done:
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["samestep", "verify", *map(str, arguments)])
+            patch.setenv(OVERRIDES, "{}")
+            with pytest.raises(SystemExit) as ended:
+                cli.run()
+                sys.exit(0)
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def script(twin: str = "pass", text: str = SCRIPT) -> Path:
+    path = Path("../script.py")
+    path.write_text(text.replace("TWIN", twin))
+    return path
+
+
+def left() -> list[str]:
+    """What verify has left behind; PyTorch makes a temporary folder of its own."""
+    folders = Path(".").iterdir(), Path("../temporary").glob("samestep*")
+    return sorted(str(path) for folder in folders for path in folder)
+
+
+# Real runs
+
+
+def test_the_same_in_every_way(verify: Verify) -> None:
+    options = ["--devices", "1,2,9", "--processes", "1,2", "--kill", "1", "--seed", "5", "--keep", "kept", "--json"]
+    done = verify(script(), *options, "--", "7")
+    assert (done.status, done.err) == (0, "")
+    told = json.loads(done.out)
+    ways = ["1 device", "2 devices", "9 devices", "2 processes", "2 processes x 2 devices"]
+    assert [run["way"] for run in told["runs"]][:5] == ways
+    assert [run["verdict"] for run in told["runs"]] == ["reference", "same", "does not fit", *["same"] * 3]
+    ran = [run for run in told["runs"] if run["verdict"] != "does not fit"]
+    assert {run["steps"] for run in ran} == {STEPS}
+    assert (told["same"], told["seed"], told["kept"], told["difference"]) == (True, 5, "kept", None)
+
+    runs = [Run.load(run["folder"]) for run in ran]
+    assert [len(run.devices) for run in runs][:4] == [1, 2, 2, 4]  # not the script's own
+    assert len({run.fingerprint for run in runs}) == len({tuple(run.fingerprints) for run in runs}) == 1
+    assert {run["fingerprint"] for run in ran} == {runs[0].fingerprint}
+    assert runs[0].recipe["initial"] == initial(7)  # the script was given its argument
+
+    # what the seed decides: killed when, how, and resumed where
+    chance, fitting = random.Random(5), [Way(1), Way(2), Way(1, 2), Way(2, 2)]
+    first, then, ranks, step = draw(fitting, 8, STEPS, "random", chance)
+    who, killed = "" if len(ranks) == first.processes else f"rank {ranks[0]} ", ran[-1]
+    assert killed["way"] == f"{first}, {who}killed at step {step}, then {then}"
+    assert (killed["killed_at"], len(runs[-1].devices)) == (step, then.total)
+    events = [json.loads(line) for line in Path(killed["folder"], "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resume"] == [killed["resumed_at"]]
+    assert 0 < killed["resumed_at"] < STEPS
+    assert not Path("mine").exists()
+
+
+def initial(seed: int) -> str:
+    import torch
+
+    from samestep.runs.run import fingerprint
+
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(6, 256), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(256, 3)
+    return fingerprint({name: tensor.numpy() for name, tensor in torch.nn.Sequential(*layers).state_dict().items()})
+
+
+def test_a_loss_that_knows_its_rank(verify: Verify) -> None:
+    twin = script('value = value * (1 + int(os.environ.get("RANK", 0)))')
+    done = verify(twin, "--devices", 1, "--processes", "1,2", "--kill", 0)
+    assert (done.status, done.err) == (1, "")
+    lines = done.out.splitlines()
+    assert [line.split()[-1] for line in lines[1:3]] == ["reference", "DIFFERS"]
+    prints = [line.split()[-2] for line in lines[1:3]]
+    assert prints[0] != prints[1]
+    assert lines[3:5] == ["A: 1 device; B: 2 processes", "they differ first at step 0, in shards 4, 5, 6 and 7"]
+    folder = re.fullmatch(r"the runs are kept in (.*)", lines[-1])
+    assert folder, lines[-1]
+    kept = [Run.load(Path(folder[1], name)) for name in ("1-device", "2-processes")]  # to look at with `samestep diff`
+    assert [run.fingerprint[:16] for run in kept] == prints
+
+
+def test_a_model_that_counts_its_calls(verify: Verify) -> None:
+    """Every copy of the model counts for itself: the more devices, the later a count is reached."""
+    text = SCRIPT.replace("trainer =", COUNTER + "trainer =")
+    done = verify(script(text=text), "--devices", "1,2", "--processes", 1, "--kill", 0, "--json", "--keep", "kept")
+    told = json.loads(done.out)
+    assert (done.status, told["same"], told["differs"]) == (1, False, "2 devices")
+    # One device: 40 calls in the 6th step at the earliest (one thread), in the 11th with more; two: from the 11th on.
+    assert 5 <= told["difference"]["first_step"] <= 10
+    assert told["difference"]["verdict"].startswith(
+        f"they differ first at step {told['difference']['first_step']}, in "
+    )
+
+
+COUNTER = """
+class Counting(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) * (2 if self.calls > 40 else 1)
+
+model = Counting(model)
+"""
+
+
+def test_a_loss_that_counts_its_calls(verify: Verify) -> None:
+    """From the 20th step of a process on, all are other ones; nothing but a resume shows it."""
+    twin = script(f"value = value * (2 if calls > {8 * 19} else 1)")
+    options = ["--devices", 1, "--processes", 1, "--kill", 1, "--resume-on", "same", "--json", "--keep", "kept"]
+    done = verify(twin, *options)
+    told = json.loads(done.out)
+    assert [run["verdict"] for run in told["runs"]] == ["reference", "DIFFERS"]
+    killed = told["runs"][-1]
+    assert 0 < killed["resumed_at"] < STEPS
+    assert (done.status, told["differs"]) == (1, killed["way"])
+    assert told["difference"]["first_step"] == max(19, killed["resumed_at"])
+
+
+# What cannot be verified
+
+
+FAILS = "raise RuntimeError('the disk is on fire')\n"
+TWICE = SCRIPT + "ss.Trainer(max_epochs=1, batch_size=8).fit(model, (x, y))\n"
+AGAIN = SCRIPT + "trainer.fit(model, (x, y))\n"
+
+
+def test_a_script_that_fails(verify: Verify) -> None:
+    done = verify(script(text=FAILS))
+    assert (done.status, done.out) == (2, "")
+    lines = done.err.splitlines()
+    assert lines[0] == "samestep: ../script.py failed on 1 device with status 1:"
+    assert lines[-1] == "RuntimeError: the disk is on fire"
+    assert len(lines) == 21  # not all of it
+    assert left() == []
+
+
+def test_a_script_without_a_fit(verify: Verify) -> None:
+    done = verify(script(text="print('hello')"))
+    message = "samestep: ../script.py has left no run: a script to verify makes a samestep.Trainer and calls its fit\n"
+    assert done == Done(2, "", message)
+    assert left() == []
+
+
+@pytest.mark.parametrize("text", [TWICE, AGAIN], ids=["another fit", "the same fit again"])
+def test_a_script_that_fits_twice(text: str, verify: Verify) -> None:
+    done = verify(script(text=text), "--epochs", 1)
+    message = "samestep: ../script.py fits more than once, and a run folder holds one run: leave one fit in it\n"
+    assert done == Done(2, "", message)
+    assert left() == []
+
+
+def test_a_way_that_fails(verify: Verify) -> None:
+    """One way works and another does not: that is not the same."""
+    twin = script(text="import os\nassert os.environ.get('WORLD_SIZE') != '2', 'not with me'\n" + SCRIPT)
+    done = verify(twin, "--devices", 1, "--processes", "1,2", "--kill", 0, "--epochs", 1, "--keep", "kept")
+    assert (done.status, done.err) == (1, "")
+    lines = done.out.splitlines()
+    assert [line.split()[-1] for line in lines[1:3]] == ["reference", "FAILED"]
+    assert lines[3] == "../script.py failed on 2 processes:"
+    assert "AssertionError: not with me" in lines[4:]
+    assert lines[-1] == "the runs are kept in kept"
+
+
+BAD = {
+    "missing.py": "missing.py is not a file",
+    "{script} --devices 0": "--devices must be counts such as 1,2,3, got '0'",
+    "{script} --devices 1,,2": "--devices must be counts such as 1,2,3, got '1,,2'",
+    "{script} --devices cpu": "--devices must be counts such as 1,2,3, got 'cpu'",
+    "{script} --processes -1": "--processes must be counts such as 1,2,3, got '-1'",
+    "{script} --kill -1": "--kill must be at least 0, got --kill=-1",
+    "{script} --epochs 0": "--epochs must be at least 1, got --epochs=0",
+    "{script} --resume-on there": "--resume-on must be random, same or a number of devices, got 'there'",
+    "{script} --resume-on 0": "--resume-on must be random, same or a number of devices, got '0'",
+    "{script} --keep ..": "--keep needs a new or empty folder, and .. is not",
+    "{script} --keep {script}": "--keep needs a new or empty folder, and ../script.py is not",
+    "{script} --keep /proc/nope": "--keep /proc/nope cannot be made: No such file or directory",
+}
+
+
+@pytest.mark.parametrize(("given", "message"), BAD.items(), ids=BAD)
+def test_bad_input_is_one_line(given: str, message: str, verify: Verify) -> None:
+    done = verify(*given.format(script=script(text="raise SystemExit('the script was run')")).split())
+    assert done == Done(2, "", f"samestep: {message}\n")
+    assert left() == []
+
+
+# What is run
+
+
+def test_choose_does_not_take_the_whole_product() -> None:
+    names = "1 device, 2 devices, 3 devices, 8 devices, 2 processes, 3 processes, 2 processes x 3 devices"
+    assert ", ".join(map(str, choose([1, 2, 3, 8], [1, 2, 3], 8))) == names
+    assert len(choose([1, 2, 3, 8], [1, 2, 3], 8, every=True)) == 12
+    assert choose([1, 2], [1, 2], shards=3) == [Way(1, 1), Way(2, 1), Way(1, 2)]  # no mixed one fits
+    assert choose([2, 4], [2], shards=8) == [Way(2, 2), Way(4, 2)]
+
+
+def test_counts() -> None:
+    assert counts("--devices", " 8, 1,2,2") == [1, 2, 8]
+    for text in ("", "1;2", "1.5", "²", "0,1"):
+        with pytest.raises(Invalid, match=re.escape(f"--devices must be counts such as 1,2,3, got {text!r}")):
+            counts("--devices", text)
+
+
+def test_draw_resumes_in_another_way() -> None:
+    chance, ways = random.Random(0), [Way(1), Way(2), Way(1, 3)]
+    drawn = [draw(ways, 8, STEPS, "random", chance) for _ in range(500)]
+    assert {first for first, _, _, _ in drawn} == {then for _, then, _, _ in drawn} == set(ways)
+    assert all(first != then for first, then, _, _ in drawn)
+    assert {step for _, _, _, step in drawn} == set(range(1, STEPS))
+    ranks = {tuple(ranks) for first, _, ranks, _ in drawn if first == Way(1, 3)}
+    assert ranks == {(0, 1, 2), (0,), (1,), (2,)}  # all, or one of them
+    assert drawn[:9] == [draw(ways, 8, STEPS, "random", again) for again in [random.Random(0)] for _ in range(9)]
+
+    alone = [draw([Way(2)], 3, 1, "random", chance) for _ in range(50)]
+    assert {(then, step) for _, then, _, step in alone} == {(Way(1), 1), (Way(3), 1)}
+    assert draw([Way(1)], 1, 5, "random", chance)[1] == Way(1)  # there is no other
+    assert draw(ways, 8, 5, "4", chance)[1] == Way(4)
+    first, then, _, _ = draw(ways, 8, 5, "same", chance)
+    assert first == then
+
+
+def test_command() -> None:
+    train = [sys.executable, "-m", "samestep", "train", "--quiet"]
+    own = [*train, "--devices=2", "--run-dir=run", "--resume=auto", "my.py", "--", "--lr", "1"]
+    assert Job(Path("my.py"), ["--lr", "1"]).command(Way(2, 3), Path("run")) == own
+    built_in = [*train, "--devices=1", "--run-dir=run", "--resume=auto", "--epochs=1", "--checkpoint-every=1"]
+    assert Job(epochs=1).command(Way(), Path("run"), every=1) == built_in
+
+
+# Processes
+
+
+SHOWS = """
+import json, os, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SAMESTEP_OVERRIDES")
+print(json.dumps({name: os.environ.get(name) for name in names}))
+"""
+
+
+def test_processes_know_their_places_and_nothing_of_those_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv(OVERRIDES, '{"seed": 1}')
+    job, places = Job(script(text=SHOWS)), []
+    for way in (Way(), Way(1, 2)):
+        with Start(job, way, Path("run")) as start:
+            assert start.wait() == 0
+        places += [json.loads(line) for line in sorted(start.said().splitlines())]
+    settings = [json.loads(place.pop("SAMESTEP_OVERRIDES")) for place in places]
+    assert [given["devices"] for given in settings] == ["1", "1", "1"]
+    assert not any("seed" in given for given in settings)
+    none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert places == [none, *(none | two | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01")]
+
+
+WORKER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has asked for its status yet has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited for a minute"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_script_started_dies_with_it() -> None:
+    with Start(Job(script(text=WORKER)), Way(), Path("run")) as start:
+        assert start.until(lambda: start.output.read_text().endswith("\n"))
+        worker = int(start.output.read_text())
+        assert start.kill([0])
+        assert start.survivors == 0
+    wait_for(lambda: gone(worker))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["TERM", "INT"])
+def test_a_signal_ends_what_was_started(number: int, status: int) -> None:
+    command = [sys.executable, "-m", "samestep", "verify", str(script(text=WORKER)), "--keep", "kept"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        output = Path("kept/1-device.txt")
+        worker = int(wait_for(lambda: output.exists() and output.read_text()))
+        process.send_signal(number)
+        assert process.wait(60) == status
+    wait_for(lambda: gone(worker))
+
+
+def test_steps_are_read_from_the_end_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.runs.verify.TAIL", 200)
+    start = Start.__new__(Start)
+    start.folder, log = tmp_path, tmp_path / "events.jsonl"
+    assert start.steps() == 0
+    line = json.dumps({"event": "steps", "first": 20, "fingerprint": ["a", "b"]}) + "\n"
+    log.write_text(9 * line.replace("20", "10") + line + '{"event": "epoch"}\n')
+    assert start.steps() == 22
+    log.write_text(log.read_text() + line.replace("20", "30")[:-1])  # not yet whole
+    assert start.steps() == 22
+    log.write_text('{"event": "start"}\n')
+    assert start.steps() == 0
+
+
+# What is shown
+
+
+def test_conclusion() -> None:
+    rows = [Row("1 device", verdict="reference", steps=60, fingerprint="ab" * 32)]
+    assert Report("my.py", 0, rows).conclusion() == f"the same in 1 way: 60 steps, fingerprint {'ab' * 32}"
+    rows += [
+        Row("2 devices", verdict="same", steps=60, fingerprint="ab" * 32),
+        Row("9 devices", verdict="does not fit"),
+        Row("2 devices, killed ...", verdict="same", killed_at=3, resumed_at=2, steps=60, fingerprint="ab" * 32),
+        Row("1 device, killed ...", verdict="not killed", killed_at=59, steps=60, fingerprint="ab" * 32),
+    ]
+    report = Report("my.py", 0, rows, kept="here")
+    assert report.same
+    assert report.conclusion().splitlines() == [
+        f"the same in 2 ways and after 1 kill: 60 steps, fingerprint {'ab' * 32}",
+        "1 run ended before the kill: more steps are needed",
+        "the runs are kept in here",
+    ]
+    columns = [[str(cell) for cell in column.cells] for column in table(report).columns]
+    assert columns[0] == [row.way for row in rows]
+    assert columns[1:3] == [["60", "60", "", "60", "60"], ["", "", "", "2", ""]]
+    assert columns[3] == [("ab" * 8) * (row.verdict != "does not fit") for row in rows]
+    assert columns[4] == [row.verdict for row in rows]
+
+
+def test_the_built_in_job_is_one_epoch(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:
+    seen: list[list[str]] = []
+
+    def command(self: Job, way: Way, folder: Path, every: int | None = None) -> list[str]:
+        seen.append([str(self), str(self.epochs), str(way)])
+        return [sys.executable, "-c", "raise SystemExit('no data here')"]
+
+    monkeypatch.setattr(Job, "command", command)
+    done = verify()
+    assert done == Done(2, "", "samestep: the built-in job failed on 1 device with status 1:\nno data here\n")
+    assert seen == [["the built-in job", "1", "1 device"]]
+    assert os.listdir() == []

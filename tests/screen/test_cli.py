@@ -1,0 +1,643 @@
+"""cli: what each command prints; and that bad input is one line on standard error, status 2, and nothing written.
+
+The command runs in this process, in an empty folder, with 64 + 32 synthetic images in place of Fashion-MNIST.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from test_checkpoint import be_patient
+
+import samestep as ss
+from samestep import backends
+from samestep.data import fashion
+from samestep.runs import verify
+from samestep.screen import cli
+from samestep.training.trainer import OVERRIDES
+
+RANDOM = np.random.default_rng(0)
+TRAIN, TEST = ((RANDOM.random((n, 1, 28, 28), np.float32), RANDOM.integers(0, 10, n)) for n in (64, 32))
+QUICK = ("--epochs", "1", "--batch-size", "16", "--model", "mlp")
+
+
+class Done(NamedTuple):
+    status: object
+    out: str
+    err: str
+
+
+Samestep = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def sealed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty folder to work in; no real data, and no way to fetch any."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(fashion, "load", lambda: (TRAIN, TEST))
+    monkeypatch.setattr(fashion, "_fetch", lambda folder: pytest.fail("a download was tried"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SAMESTEP_DATA", raising=False)
+    monkeypatch.setattr(fashion, "DEBIAN", tmp_path / "debian")
+
+
+@pytest.fixture
+def samestep(capsys: pytest.CaptureFixture[str]) -> Samestep:
+    """Runs the command and says how it ended. What it changes in this process is put back."""
+
+    def call(*arguments: object) -> Done:
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["samestep", *map(str, arguments)])
+            patch.setattr(sys, "path", sys.path[:])
+            patch.setenv(OVERRIDES, "{}")
+            with pytest.raises(SystemExit) as ended:
+                cli.run()
+                sys.exit(0)
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def written() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*"))
+
+
+def fingerprint(done: Done) -> str:
+    found = re.search(r"^fingerprint ([0-9a-f]{64})$", done.out, re.MULTILINE)
+    assert found, done
+    return found[1]
+
+
+# train
+
+
+def test_train_ends_with_the_result(samestep: Samestep) -> None:
+    done = samestep("train", "--epochs", 2, "--batch-size", 16, "--devices", "cpu,cpu", "--run-dir", "runs/mine")
+    assert done.status == 0
+    run = ss.Run.load("runs/mine")
+    seconds = (run.history[0]["seconds"] + run.history[1]["seconds"]) / 2
+    assert done.out.splitlines() == [
+        f"test accuracy {run.history[-1]['test_accuracy']:.4f}, {seconds:.2f} s/epoch, on cpu, cpu",
+        f"fingerprint {run.fingerprint}",
+        "run folder runs/mine",
+    ]
+    assert (run.recipe["model"], run.recipe["max_epochs"], run.recipe["batch_size"]) == ("LeNet", 2, 16)
+    assert run.recipe["train"]["examples"] == 64
+    lines = done.err.splitlines()
+    assert len(lines) == 3  # what is trained, and one line per epoch
+    assert "LeNet" in lines[0]
+    assert lines[1].split()[:2] == ["epoch", "1/2"]
+    assert f"{run.history[1]['test_loss']:.4f}" in lines[2]
+
+
+def test_train_gives_the_same_on_any_number_of_devices(samestep: Samestep) -> None:
+    ended = [samestep("train", *QUICK, "--run-dir", "none", "--devices", n) for n in (1, 2, 3)]
+    assert len({fingerprint(done) for done in ended}) == 1
+    assert [done.out.splitlines()[0].split(" on ")[1] for done in ended] == ["cpu", "cpu, cpu", "cpu, cpu, cpu"]
+    assert fingerprint(samestep("train", *QUICK, "--run-dir", "none", "--seed", 1)) != fingerprint(ended[0])
+
+
+def test_train_without_a_folder_writes_nothing(samestep: Samestep) -> None:
+    done = samestep("train", *QUICK, "--run-dir", "none", "--quiet")
+    assert (done.status, done.err) == (0, "")
+    assert len(done.out.splitlines()) == 2
+    assert written() == []
+
+
+def test_train_chooses_a_folder(samestep: Samestep) -> None:
+    done = samestep("train", *QUICK, "-q")
+    folder = done.out.splitlines()[-1].removeprefix("run folder ")
+    assert re.fullmatch(r"runs/\d{8}-\d{6}-mlp", folder)
+    assert ss.Run.load(folder).fingerprint == fingerprint(done)
+
+
+@pytest.mark.parametrize(("name", "model"), [("mlp", "MLP"), ("lenet_modern", "LeNetModern"), ("lenet", "LeNet")])
+def test_train_models(name: str, model: str, samestep: Samestep) -> None:
+    done = samestep("train", "--epochs", 1, "--batch-size", 32, "--model", name, "--run-dir", "run")
+    assert done.status == 0
+    assert json.loads(Path("run/recipe.json").read_text())["model"] == model
+
+
+def test_train_takes_every_setting(samestep: Samestep) -> None:
+    options = {
+        "shards": 3, "clip": 0.5, "lr": 0.05, "momentum": 0.9, "seed": 7, "threads-per-shard": 2,
+        "sampling": "with_replacement",
+    }  # fmt: skip
+    given = [text for name, value in options.items() for text in (f"--{name}", value)]
+    done = samestep("train", *QUICK, *given, "--no-deterministic", "--run-dir", "run")
+    recipe = ss.Run.load("run").recipe
+    assert {name: recipe[name] for name in ("shards", "seed", "threads_per_shard", "sampling", "deterministic")} == {
+        "shards": 3, "seed": 7, "threads_per_shard": 2, "sampling": "with_replacement", "deterministic": False
+    }  # fmt: skip
+    assert (recipe["gradient_clip_val"], recipe["schedule"]) == (0.5, "constant(0.05)")
+    assert recipe["optimizer"] == "SGD(momentum=0.9, nesterov=False, weight_decay=0.0)"
+    assert done.status == 0
+
+
+# Bad input
+
+
+BAD = {
+    "--epochs 0": "at least 1, got max_epochs=0",
+    "--batch-size 0": "batch_size must be at least 1, got batch_size=0",
+    "--shards 0": "shards must be at least 1, got shards=0",
+    "--shards 2 --devices 3": "3 devices need at least 3 shards, got shards=2: raise shards or use fewer devices",
+    "--devices tpu": "unknown device 'tpu': use 'cpu', 'cuda' or 'cuda:i'",
+    "--devices cuda:7": "device cuda:7 is not there: torch sees cpu",
+    "--devices 0": "devices must be at least 1, got 0",
+    "--devices ²": "unknown device '²'",
+    "--lr nan": "must be finite and at least 0, got nan",
+    "--lr inf": "must be finite and at least 0, got inf",
+    "--lr -1": "must be finite and at least 0, got -1.0",
+    "--momentum 1": "momentum must be below 1, got momentum=1.0",
+    "--clip -1": "must be finite and at least 0, got -1.0",
+    "--seed -1": "seed must be at least 0, got seed=-1",
+    "--seed 18446744073709551616": "seed must be at most 18446744073709551615, got seed=18446744073709551616",
+    "--threads-per-shard 0": "threads_per_shard must be at least 1",
+    "--sampling all": "sampling must be one of without_replacement, with_replacement, got sampling='all'",
+    "--model vgg": "unknown model 'vgg': choose one of lenet, lenet_modern, mlp, resnet18",
+    "--backend caffe": "no backend 'caffe': samestep has torch, jax, tensorflow, paddle",
+    "--checkpoint-every never": "must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'never'",
+    "--checkpoint-every 0": "'5 min', got '0'",
+    "--checkpoint-every -1": "'5 min', got '-1'",
+    "--checkpoint-every 1.5": "'5 min', got '1.5'",
+    "--resume nowhere": "resume: nowhere is not there",
+    "--resume {file} --run-dir none": "resume needs a run_dir to go on in: the folder of the run, or a new one",
+    "--processes 0": "--processes must be at least 1, got --processes=0",
+    "--run-dir /proc/nope": "run folder /proc/nope cannot be written to: No such file or directory",
+    "--run-dir {file}/below": "/below cannot be written to: Not a directory",
+    "--run-dir {long}": "cannot be written to: File name too long",
+    "missing.py": "missing.py is not a file",
+    ".": ". is not a file",
+    "{file} --model mlp": "--model goes with the built-in job; ",
+    "{file} --backend jax": "--backend goes with the built-in job; ",
+    "{file} --momentum 0.9": "--momentum goes with the built-in job; ",
+}
+
+
+def bad(given: str, tmp_path: Path) -> list[str]:
+    (tmp_path / "file").write_text("raise SystemExit('the script was run')")
+    return given.format(file=tmp_path / "file", long=300 * "a").split()
+
+
+@pytest.mark.parametrize(("given", "message"), BAD.items(), ids=BAD)
+def test_bad_input_is_one_line(given: str, message: str, samestep: Samestep, tmp_path: Path) -> None:
+    done = samestep("train", *bad(given, tmp_path))
+    assert done.status == 2
+    assert done.out == ""
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith("samestep: ")
+    assert message in done.err
+    assert written() == []
+
+
+@pytest.mark.parametrize("given", [given for given in BAD if "--run-dir" not in given])
+def test_bad_input_is_found_before_the_data_is_fetched(
+    given: str, samestep: Samestep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fashion, "load", lambda: pytest.fail("Fashion-MNIST was read"))
+    assert samestep("train", *bad(given, tmp_path)).status == 2
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(samestep: Samestep) -> None:
+    first = samestep("train", *QUICK, "--run-dir", "run")
+    done = samestep("train", *QUICK, "--run-dir", "run", "--resume", "never")
+    assert done == Done(2, "", "samestep: run folder run already holds a run: choose another, or delete it\n")
+    done = samestep("train", *QUICK, "--run-dir", "run", "--clip", 1, "--shards", 4)
+    assert done == Done(2, "", "samestep: run holds a run of another recipe (shards is 4, was 8; gradient_clip_val is 1.0, "
+                        "was 0.0): choose another run_dir, or delete it\n")  # fmt: skip
+    done = samestep("train", *QUICK, "--run-dir", "run", "--seed", 1)
+    assert (done.status, done.out) == (2, "")
+    assert re.fullmatch(
+        r"samestep: run holds a run of another recipe \(initial is '[0-9a-f]{64}', was '[0-9a-f]{64}'; seed is 1, was 0\): "
+        r"choose another run_dir, or delete it; the model starts from other weights: seed it before it is made\n",
+        done.err,
+    )
+    assert ss.Run.load("run").fingerprint == fingerprint(first)
+
+
+# Resuming
+
+
+def test_train_goes_on_where_it_was(samestep: Samestep) -> None:
+    whole = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "none", "-q")
+    samestep("train", *QUICK, "--run-dir", "run", "--checkpoint-every", 1)
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir())[-1] == "step-000000004.safetensors"
+    done = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "run", "--devices", 3)
+    assert fingerprint(done) == fingerprint(whole)
+    assert "going on after step 4" in done.err.splitlines()
+    again = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "run", "-q")
+    assert (fingerprint(again), again.err) == (fingerprint(whole), "")
+
+
+def test_train_goes_on_from_another_folder(samestep: Samestep) -> None:
+    whole = samestep("train", *QUICK, "--epochs", 2, "--run-dir", "none", "-q")
+    samestep("train", *QUICK, "--run-dir", "old", "-q")
+    for source, folder in (("old", "one"), ("old/checkpoints/step-000000004.safetensors", "two")):
+        done = samestep("train", *QUICK, "--epochs", 2, "--resume", source, "--run-dir", folder)
+        assert fingerprint(done) == fingerprint(whole)
+        assert "going on after step 4" in done.err.splitlines()
+
+
+def test_what_train_cannot_go_on_from_is_one_line(samestep: Samestep) -> None:
+    samestep("train", *QUICK, "--run-dir", "old", "-q")
+    before = written()
+    Path("empty").mkdir()
+    for options, message in (
+        (("--resume", "empty"), "resume: empty has no checkpoint that can be used"),
+        (("--resume", "old", "--shards", 4, "--epochs", 2),
+         "old holds a run of another recipe (shards is 4, was 8): choose another run_dir, or delete it"),
+        (("--resume", "old", "--batch-size", 64),
+         "old holds a run of another recipe (batch_size is 64, was 16): choose another run_dir, or delete it"),
+    ):  # fmt: skip
+        done = samestep("train", *QUICK, "--run-dir", "new", *options)
+        assert done == Done(2, "", f"samestep: {message}\n")
+    Path("empty").rmdir()
+    assert written() == before
+
+
+def test_a_script_goes_on_where_it_was(samestep: Samestep, script: Callable[..., Path]) -> None:
+    whole = json.loads(samestep("train", script()).out)
+    samestep("train", script(), "--epochs", 1, "--run-dir", "run", "--checkpoint-every", "2 steps")
+    done = samestep("train", script(), "--run-dir", "run", "--devices", 2)
+    assert json.loads(done.out)["fingerprint"] == whole["fingerprint"]
+    done = samestep("train", script(), "--run-dir", "run", "--resume", "never")
+    assert done == Done(2, "", "samestep: run folder run already holds a run: choose another, or delete it\n")
+
+
+# export
+
+
+def test_export(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+    trained = samestep("train", *QUICK, "--epochs", 2, "--run-dir", "run", "-q")
+    run = ss.Run.load("run")
+    assert samestep("export", "run", "w.safetensors") == Done(0, "w.safetensors: the weights at the end\n", "")
+    assert weights_in("w.safetensors") == run.fingerprint == fingerprint(trained)
+    first = "run/checkpoints/step-000000004.safetensors"
+    assert samestep("export", first, "w.safetensors") == Done(0, "w.safetensors: the weights after step 4\n", "")
+    assert weights_in("w.safetensors") == fingerprint(samestep("train", *QUICK, "--run-dir", "none", "-q"))
+    best = min(run.history, key=lambda row: row["test_loss"])["step"]
+    done = samestep("export", "run", "best.safetensors", "--best")
+    assert done == Done(0, f"best.safetensors: the weights after step {best}\n", "")
+
+
+def weights_in(path: str) -> str:
+    """The fingerprint of a file that PyTorch's own model takes, every name of it."""
+    from safetensors.torch import load_file
+
+    from samestep.models.torch import mlp
+    from samestep.runs.run import fingerprint as of
+
+    model = mlp(seed=5)
+    model.load_state_dict(load_file(path), strict=True)
+    return of({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+
+
+def test_what_cannot_be_exported_is_one_line(samestep: Samestep) -> None:
+    samestep("train", *QUICK, "--run-dir", "run", "--checkpoint-every", 99, "-q")
+    before = written()
+    for given, message in {
+        "nothing w": "nothing cannot be read: No such file or directory",
+        "run nowhere/w": "nowhere/w cannot be written: No such file or directory",
+        "run run": "run cannot be written: Is a directory",
+        "run w --average": "run/checkpoints/step-000000004.safetensors has no averaged weights",
+        "run/weights.safetensors w": "run/weights.safetensors is damaged, or not a checkpoint: '__metadata__'",
+        "run/checkpoints w": "run/checkpoints has no weights and no checkpoint",
+        "run/checkpoints w --best": "run/checkpoints has no checkpoint of the end of an epoch",
+    }.items():
+        assert samestep("export", *given.split()) == Done(2, "", f"samestep: {message}\n")
+        assert written() == before
+
+
+def test_a_rate_that_is_too_high_is_one_line_and_leaves_nothing(
+    samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samestep.training.fit.LIVE", 1e9)  # no look at the numbers before the end of the epoch
+    done = samestep("train", *QUICK, "--lr", "1e30", "--run-dir", "run", "-q")
+    assert done.status == 2
+    assert re.fullmatch(r"samestep: the loss is nan at step 1, shard 0, with learning rate 1e\+30: .*\n", done.err)
+    assert written() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--epochs", "x"], ["train", "--lr", "fast"], ["train", "--wat"], ["trian"], ["devices", "x"]],
+)
+def test_usage_errors(arguments: list[str], samestep: Samestep) -> None:
+    done = samestep(*arguments)
+    assert (done.status, done.out) == (2, "")
+    assert arguments[-1] in done.err or "integer" in done.err or "number" in done.err
+    assert written() == []
+
+
+def test_interrupted(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fashion, "load", interrupt)
+    done = samestep("train")
+    assert done.status == 130  # as a shell reports an interrupt
+    assert "Traceback" not in done.err
+    assert written() == []
+
+
+# train SCRIPT
+
+SCRIPT = """
+import json, sys
+import numpy as np
+import samestep as ss
+from samestep.models.torch import mlp
+
+random = np.random.default_rng(0)
+x, y = random.standard_normal((40, 6)).astype("float32"), random.integers(0, 3, 40)
+trainer = ss.Trainer(max_epochs=3, batch_size=16, shards=4, SETTINGS)
+run = trainer.fit(mlp((6, 8, 3)), (x, y))
+print(json.dumps({
+    "name": __name__, "arguments": sys.argv, "devices": run.devices, "fingerprint": run.fingerprint,
+    "folder": str(run.folder), "recipe": run.recipe,
+}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    def write(settings: str = "devices=1, seed=5", text: str = SCRIPT) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(text.replace("SETTINGS", settings))
+        return path
+
+    return write
+
+
+def test_script_runs_as_the_main_program(samestep: Samestep, script: Callable[..., Path]) -> None:
+    done = samestep("train", script())
+    assert (done.status, done.err) == (0, "")
+    told = json.loads(done.out)
+    assert (told["name"], told["arguments"]) == ("__main__", [str(script())])
+    assert (told["devices"], told["recipe"]["max_epochs"], told["recipe"]["seed"]) == (["cpu"], 3, 5)
+    assert written() == []
+
+
+def test_options_go_before_the_settings_of_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
+    options = ["--devices", 3, "--epochs", 2, "--seed", 6, "--shards", 5, "--batch-size", 8, "--lr", 0.5]
+    done = samestep("train", script(), *options, "--run-dir", "run")
+    told = json.loads(done.out)
+    assert told["devices"] == ["cpu"] * 3
+    assert told["folder"] == "run"
+    recipe = told["recipe"]
+    assert [recipe[name] for name in ("max_epochs", "seed", "shards", "batch_size", "schedule")] == [
+        2,
+        6,
+        5,
+        8,
+        "constant(0.5)",
+    ]
+    assert ss.Run.load("run").fingerprint == told["fingerprint"]
+
+
+def test_a_script_gives_the_same_on_any_number_of_devices(samestep: Samestep, script: Callable[..., Path]) -> None:
+    told = [json.loads(samestep("train", script(), "--devices", n).out) for n in (1, 2, 3)]
+    assert [len(each["devices"]) for each in told] == [1, 2, 3]
+    assert len({each["fingerprint"] for each in told}) == 1
+
+
+def test_devices_go_before_num_gpus_of_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
+    done = samestep("train", script("num_gpus=2"), "--devices", 3)
+    assert json.loads(done.out)["devices"] == ["cpu"] * 3
+
+
+def test_run_dir_none_for_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
+    assert json.loads(samestep("train", script("run_dir='mine'"), "--run-dir", "none").out)["folder"] == "None"
+    assert written() == []
+
+
+def test_quiet_for_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
+    assert len(samestep("train", script("progress=True")).err.splitlines()) == 4
+    assert samestep("train", script("progress=True"), "--quiet").err == ""
+
+
+def test_arguments_of_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
+    done = samestep("train", "--seed", 1, script(), "--devices", 2, "--", "--devices", "9", "-x", "data")
+    told = json.loads(done.out)
+    assert told["arguments"] == [str(script()), "--devices", "9", "-x", "data"]
+    assert (told["devices"], told["recipe"]["seed"]) == (["cpu", "cpu"], 1)
+
+
+def test_a_script_imports_from_its_own_folder(samestep: Samestep, script: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "beside_the_script.py").write_text("answer = 42")
+    done = samestep("train", script(text="import beside_the_script\nprint(beside_the_script.answer)"))
+    assert (done.status, done.out) == (0, "42\n")
+
+
+def test_a_script_ends_with_its_own_status(samestep: Samestep, script: Callable[..., Path]) -> None:
+    assert samestep("train", script(text="raise SystemExit(3)")).status == 3
+
+
+@pytest.mark.parametrize("given", ["--devices 5", "--lr nan", "--epochs 0", "--devices tpu", "--run-dir /proc/nope"])
+def test_bad_settings_for_a_script_are_one_line(given: str, samestep: Samestep, script: Callable[..., Path]) -> None:
+    done = samestep("train", script(), *given.split())
+    assert (done.status, done.out) == (2, "")
+    assert re.fullmatch("samestep: .*\n", done.err)
+    assert written() == []
+
+
+# The other commands
+
+
+def test_train_with_torch_by_name_is_the_default(samestep: Samestep) -> None:
+    done = samestep("train", *QUICK, "--run-dir", "none", "-q", "--backend", "torch")
+    assert fingerprint(done) == fingerprint(samestep("train", *QUICK, "--run-dir", "none", "-q"))
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_framework_that_is_not_installed(command: str, samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = backends.installed
+    monkeypatch.setattr(backends, "installed", lambda name: None if name == "paddle" else there(name))
+    done = samestep(command, "--backend", "paddle")
+    assert done == Done(2, "", "samestep: 'paddle' is not installed; pip install 'samestep[paddle]'\n")
+    assert written() == []
+
+
+def test_verify_refuses_a_framework_for_a_script_and_one_that_it_does_not_know(samestep: Samestep) -> None:
+    Path("my.py").write_text("")
+    done = samestep("verify", "my.py", "--backend", "jax")
+    assert done == Done(2, "", "samestep: --backend goes with the built-in job; my.py has a model of its own\n")
+    done = samestep("verify", "--backend", "caffe")
+    assert (done.status, done.out) == (2, "")
+    assert re.fullmatch("samestep: no backend 'caffe': samestep has torch, .*\n", done.err)
+
+
+def test_verify_runs_the_built_in_job_with_the_framework() -> None:
+    job = verify.Job(epochs=1, backend="jax")
+    assert job.command(verify.Way(2), Path("folder"))[3:] == [
+        "train", "--quiet", "--devices=2", "--run-dir=folder", "--resume=auto", "--epochs=1", "--backend=jax",
+    ]  # fmt: skip
+    assert (str(job), str(verify.Job())) == ("the built-in job with jax", "the built-in job")
+
+
+def test_devices(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each framework is asked in a process of its own; here only PyTorch and one that cannot be loaded."""
+    versions = {"torch": metadata.version("torch"), "jax": "0.0"}
+    monkeypatch.setattr(backends, "installed", versions.get)
+    ask = cli._ask
+    monkeypatch.setattr(cli, "_ask", lambda name: ask(name if name == "torch" else "caffe"))
+    done = samestep("devices")
+    assert (done.status, done.err) == (0, "")
+    lines = [line.split() for line in done.out.splitlines()]
+    cpu = next(line for line in lines if line[:1] == ["cpu"])
+    total, used = float(cpu[1]), float(cpu[3])
+    assert cpu[2] == cpu[4] == "GiB"
+    assert 0 < used < total
+    seen = [str(device) for device in backends.load("torch").devices()]
+    assert ["torch", versions["torch"], *", ".join(seen).split()] in lines
+    assert " ".join(lines[-4]).startswith(
+        "jax 0.0 cannot be loaded: samestep.errors.WrongType: no backend 'caffe': samestep has torch, "
+    )
+    assert [line[0] for line in lines[-5:]] == ["torch", "jax", "tensorflow", "paddle", "mxnet"]
+    assert lines[-3:] == [[name, "not", "installed"] for name in ("tensorflow", "paddle", "mxnet")]
+    assert written() == []
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Path]:
+    """The four files with small content, in the cache."""
+    folder = tmp_path / "cache" / "samestep" / "fashion-mnist"
+    folder.mkdir(parents=True)
+    contents = {name: name.encode() for name in fashion.FILES}
+    monkeypatch.setattr(
+        fashion, "FILES", {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
+    )
+    for name, text in contents.items():
+        (folder / name).write_bytes(gzip.compress(text))
+    return {name: folder / name for name in contents}
+
+
+def states(done: Done) -> dict[str, str]:
+    rows = [line.split() for line in done.out.splitlines()]
+    return {row[0]: row[1] for row in rows if row[0] in fashion.FILES}
+
+
+def test_data_that_is_missing(samestep: Samestep, tmp_path: Path) -> None:
+    done = samestep("data")
+    assert (done.status, done.err) == (0, "")
+    assert states(done) == dict.fromkeys(fashion.FILES, "missing")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_data_that_is_there(samestep: Samestep, small: dict[str, Path]) -> None:
+    done = samestep("data")
+    assert (done.status, done.err) == (0, "")
+    assert states(done) == dict.fromkeys(small, "ok")
+    assert all(f"{path.stat().st_size}" in done.out for path in small.values())
+
+
+def test_data_shows_whole_paths(samestep: Samestep, small: dict[str, Path]) -> None:
+    lines = samestep("data").out.splitlines()
+    assert all(any(line.rstrip().endswith(str(path)) for line in lines) for path in small.values())
+
+
+def test_data_in_a_folder_of_ones_own(
+    samestep: Samestep, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = next(iter(small))
+    small[first].rename(tmp_path / first)
+    assert states(samestep("data"))[first] == "missing"
+    monkeypatch.setenv("SAMESTEP_DATA", str(tmp_path))
+    assert states(samestep("data")) == dict.fromkeys(small, "ok")
+
+
+def test_data_that_is_damaged(samestep: Samestep, small: dict[str, Path]) -> None:
+    first, second, *others = small
+    small[first].write_bytes(gzip.compress(b"something else"))
+    small[second].unlink()
+    done = samestep("data")
+    assert states(done) == {first: "damaged", second: "missing"} | dict.fromkeys(others, "ok")
+    assert done.status == 2
+    assert re.fullmatch("samestep: .*damaged.*\n", done.err)
+
+
+def test_version(samestep: Samestep) -> None:
+    assert samestep("--version") == Done(0, f"samestep {ss.__version__}\n", "")
+
+
+OPTIONS = {
+    (): ["--version", "train", "verify", "diff", "export", "schedule", "devices", "data"],
+    ("train",): [
+        "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
+        "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
+        "-q", "--checkpoint-every", "--resume", "--processes", "--backend",
+    ],
+    ("verify",): [
+        "--backend", "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",
+    ],
+    ("diff",): ["--json"],
+    ("export",): ["--best", "--average"],
+    ("schedule",): ["--steps", "--epochs", "--steps-per-epoch", "--png", "--svg", "--json", "--csv"],
+    ("devices",): [],
+    ("data",): [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help(command: tuple[str, ...], samestep: Samestep) -> None:
+    done = samestep(*command, "--help")
+    assert (done.status, done.err) == (0, "")
+    assert re.match(rf"Usage: .*{' '.join(['samestep', *command])} \[OPTIONS\]", done.out)
+    words = set(re.findall(r"[\w-]+", done.out))
+    assert words >= {"--help", *OPTIONS[command]}
+
+
+def test_every_option_has_a_line_of_help() -> None:
+    from typer.main import get_command
+
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert sorted(commands) == sorted(OPTIONS[()][1:])
+    for name, command in commands.items():
+        assert command.help, name
+        for option in command.params:
+            assert getattr(option, "help", None), f"{name} {option.name}"
+            assert {*option.opts} & {"script", "expressions", "a", "b", "source", "target", *OPTIONS[name,]}, (
+                f"{name} {option.name} is not in OPTIONS"
+            )
+
+
+def test_no_command_shows_help(samestep: Samestep) -> None:
+    done = samestep()
+    assert done.status == 2
+    assert "train" in done.out + done.err
+
+
+def test_as_a_process_of_its_own() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from samestep.screen.cli import run; run()"
+    command = [sys.executable, "-c", code, str(Path(ss.__file__).parents[1]), "train", "--epochs", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == "samestep: max_epochs must be at least 1, got max_epochs=0\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert written() == []
+
+
+def test_devices_without_a_framework(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    from samestep.errors import BackendMissing
+
+    def none() -> None:
+        raise BackendMissing("no framework is installed; pip install 'samestep[torch]'")
+
+    monkeypatch.setattr("samestep.backends.default", none)
+    done = samestep("devices")
+    assert done.status == 0
+    assert "no framework is installed; pip install 'samestep[torch]'" in done.out

@@ -1,0 +1,117 @@
+"""The command `samestep schedule` and what it draws."""
+
+import csv
+import io
+import json
+import struct
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from samestep.schedules.text import parse
+from samestep.screen import cli, plot
+
+COSINE = "cosine(0.3, 15, end=0.01).warmup(5)"
+
+
+@pytest.fixture
+def samestep(monkeypatch, capsys, tmp_path):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["samestep", "schedule", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.run()
+        done = capsys.readouterr()
+        return end.value.code or 0, done.out, done.err
+
+    monkeypatch.chdir(tmp_path)
+    return call
+
+
+def test_numbers_as_json_and_csv_are_exact(samestep):
+    status, out, _ = samestep(COSINE, "drops(0.5, [15, 30], 0.5)", "--steps", 40, "--json")
+    told = json.loads(out)
+    assert (status, told["unit"]) == (0, "steps")
+    assert [row["values"] for row in told["schedules"]] == [
+        parse(COSINE).values(41).tolist(), parse("drops(0.5, [15, 30], 0.5)").values(41).tolist(),
+    ]  # fmt: skip
+    assert told["schedules"][0]["schedule"] == parse(COSINE).to_json()
+    status, out, _ = samestep(COSINE, "--steps", 40, "--csv")
+    rows = list(csv.reader(io.StringIO(out)))
+    assert rows[0] == ["t", COSINE]
+    assert [float(row[1]) for row in rows[1:]] == parse(COSINE).values(41).tolist()
+
+
+def test_epochs(samestep):
+    told = json.loads(samestep("cosine(0.3, 20).in_epochs()", "--epochs", 30, "--json")[1])
+    assert told["unit"] == "epochs"
+    assert told["schedules"][0]["values"] == parse("cosine(0.3, 20)").values(31).tolist()
+    told = json.loads(
+        samestep("poly(1, 4).in_epochs()", "constant(1)", "--epochs", 2, "--steps-per-epoch", 3, "--json")[1]
+    )
+    assert told["unit"] == "steps"
+    assert told["schedules"][0]["values"] == [1.0, 1.0, 1.0, 0.75, 0.75, 0.75, 0.5]
+
+
+def test_the_terminal_shows_range_unit_and_legend(samestep):
+    status, out, err = samestep(COSINE, "geometric(0.4, 0.9)", "--steps", 40)
+    lines = out.splitlines()
+    assert (status, err) == (0, "")
+    assert lines[0].split("┤")[0].strip() == "0.4"
+    assert "40 steps" in out
+    assert lines[-2].strip() == f"━━ {COSINE}"
+    assert lines[-1].strip() == "━━ geometric(0.4, 0.9)"
+    assert {len(line) for line in lines[:16]} == {80}
+
+
+def test_a_curve_has_a_dot_in_every_column_and_no_gaps():
+    """Falling from top to bottom: the dots go from the first row to the last, each touching the one before."""
+    dots = plot._dots(np.linspace(1, 0, 7), 1, 0, 64, 150)
+    columns = [sorted(row for row, column in dots if column == c) for c in range(150)]
+    assert columns[0][0] == 0
+    assert columns[-1][-1] == 63
+    assert all(after[0] <= before[-1] + 1 for before, after in pairwise(columns))
+    step = plot._dots(np.array([1.0] * 500 + [0.0] * 500), 1, 0, 8, 20)
+    assert {row for row, column in step if column < 9} == {0}
+    assert {row for row, column in step if column > 11} == {7}
+    assert {row for row, _ in step} == set(range(8))
+
+
+def test_a_constant_is_drawn_in_the_middle():
+    text = plot.terminal({"constant(0.1)": np.full(10, 0.1)}, "steps", width=60, height=9).plain
+    assert [line[-20:].strip() != "" for line in text.splitlines()[:9]] == [False] * 4 + [True] + [False] * 4
+
+
+def test_figures(samestep, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert samestep(COSINE, "--png", "a.png", "--svg", "b.svg")[:2] == (0, "")
+    png = (tmp_path / "a.png").read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", png[16:24]) == (1050, 600)
+    svg = (tmp_path / "b.svg").read_text()
+    assert "<svg" in svg
+    assert "learning rate" in svg
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cosin(1, 2)"], "schedule: no schedule is called 'cosin'; did you mean cosine?"),
+        (["cosine(0.1, 0)"], "cosine: T must be at least 1, got T=0"),
+        (["__import__('os').system('touch x')"], None),
+        (["constant(1)", "--steps", "0"], "--steps must be at least 1, got --steps=0"),
+        (["constant(1)", "--epochs", "3"], "schedules in steps and an axis in epochs need --steps-per-epoch"),
+        (["constant(1)", "constant(1).in_epochs()"], "schedules in steps and an axis in epochs need --steps-per-epoch"),
+        (["constant(1)", "--json", "--csv"], "choose one of --json and --csv"),
+        (["constant(1)", "--steps", "3", "--epochs", "3"], "choose one of --steps and --epochs"),
+        (["constant(1)", "--png", "a.jpg"], "--png needs a file that ends in .png, got a.jpg"),
+        (["constant(1)", "--png", "no/a.png"], "no/a.png cannot be written to: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(samestep, tmp_path, arguments, message):
+    status, out, err = samestep(*arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message is None or err == f"samestep: {message}\n"
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from machine import keep
 
 from samestep import shards
-from samestep.backends.torch.backend import backend as backends
+from samestep.backends.torch import backend as backends
 from samestep.devices import cpu
 from samestep.processes import exchange
 from samestep.processes import place as processes

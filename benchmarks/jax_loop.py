@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 
 import samestep as ss
-from samestep.backends.jax.backend import replica as jax_replica
+from samestep.backends.jax import replica as jax_replica
 from samestep.models import jax as models
 
 BATCH = 250

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samestep as ss
 from samestep import draws
-from samestep.backends.torch.backend import replica as torch_replica
+from samestep.backends.torch import replica as torch_replica
 from samestep.devices import cpu
 from samestep.errors import NotFinite, ProcessFailed
 from samestep.processes import torch as torch_world

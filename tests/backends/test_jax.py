@@ -22,10 +22,10 @@ from flax import nnx
 
 import samestep as ss
 from samestep import draws, models
-from samestep.backends.jax.backend import backend as backends_jax
-from samestep.backends.jax.backend import book as jax_book
-from samestep.backends.jax.backend import program as jax_program
-from samestep.backends.jax.backend import replica as jax_replica
+from samestep.backends.jax import backend as backends_jax
+from samestep.backends.jax import book as jax_book
+from samestep.backends.jax import program as jax_program
+from samestep.backends.jax import replica as jax_replica
 from samestep.data import examples as data
 from samestep.models import jax as models_jax
 from samestep.models.jax import Pair

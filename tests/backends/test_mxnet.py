@@ -22,8 +22,8 @@ from mxnet.gluon import nn
 
 import samestep as ss
 from samestep import draws, models
-from samestep.backends.mxnet.backend import backend as backends_mxnet
-from samestep.backends.mxnet.backend import noise as mxnet_noise
+from samestep.backends.mxnet import backend as backends_mxnet
+from samestep.backends.mxnet import noise as mxnet_noise
 from samestep.backends.mxnet.blocks import parameters_of
 from samestep.backends.mxnet.lane import Flat
 from samestep.backends.mxnet.replica import MxnetReplica

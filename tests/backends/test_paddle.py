@@ -26,8 +26,8 @@ from paddle.distributed.fleet.utils import recompute
 import samestep as ss
 from samestep import draws, models
 from samestep import fingerprint as bits
-from samestep.backends.paddle.backend import backend as backends_paddle
-from samestep.backends.paddle.backend import fingerprint as paddle_bits
+from samestep.backends.paddle import backend as backends_paddle
+from samestep.backends.paddle import fingerprint as paddle_bits
 from samestep.backends.paddle.lane import Flat
 from samestep.backends.paddle.noise import AHEAD, ALONE, FREE, GENERATOR, Noise, position
 from samestep.backends.paddle.replica import PaddleReplica

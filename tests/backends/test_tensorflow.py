@@ -18,9 +18,9 @@ import tensorflow as tf
 import samestep as ss
 from samestep import draws, models
 from samestep import fingerprint as bits
-from samestep.backends.tensorflow.backend import backend as backends_tensorflow
-from samestep.backends.tensorflow.backend import graph as tensorflow_graph
-from samestep.backends.tensorflow.backend import replica as tensorflow_replica
+from samestep.backends.tensorflow import backend as backends_tensorflow
+from samestep.backends.tensorflow import graph as tensorflow_graph
+from samestep.backends.tensorflow import replica as tensorflow_replica
 from samestep.models import tensorflow as models_tensorflow
 from samestep.training.step import Group
 

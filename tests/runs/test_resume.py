@@ -36,7 +36,7 @@ from torch import nn
 import samestep as ss
 from samestep import draws
 from samestep import fingerprint as bits
-from samestep.backends.torch.backend import fingerprint as torch_bits
+from samestep.backends.torch import fingerprint as torch_bits
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import cpu

@@ -578,7 +578,7 @@ def test_fingerprints_against_whole_numbers_of_python(n: int, dtype: torch.dtype
     """On the host, and as a GPU computes them."""
     from bits_reference import of_bytes
 
-    from samestep.backends.torch.backend import fingerprint as torch_bits
+    from samestep.backends.torch import fingerprint as torch_bits
 
     vector = (torch.rand(n, generator=torch.Generator().manual_seed(n)) * 100).to(dtype)
     raw = vector.view(torch.uint8)

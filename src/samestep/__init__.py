@@ -19,7 +19,8 @@ _WHERE = {
     "schedules.algebra": ["Schedule"],
     "optimizers.averaging": ["path_average", "swa"],
     "data.examples": ["Data"],
-    "devices": ["Device", "cpu", "device_of", "get", "gpu", "num_gpus", "put", "try_all_gpus", "try_gpu"],
+    "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
+    "devices": ["Device", "cpu", "gpu"],
     "data.fashion": ["fashion_mnist"],
     "optimizers.rules": ["adagrad", "adam", "adamw", "sgd", "sgld"],
     "schedules.plateau": ["Plateau"],
@@ -51,9 +52,10 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
     from samestep.data.examples import Data
     from samestep.data.fashion import fashion_mnist
-    from samestep.devices import Device, cpu, device_of, get, gpu, num_gpus, put, try_all_gpus, try_gpu
+    from samestep.devices import Device, cpu, gpu
     from samestep.errors import SamestepError
     from samestep.optimizers.averaging import path_average, swa
     from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld

@@ -1,4 +1,4 @@
-"""Devices: naming them, counting them, and how "auto", 4 or "cuda:1" become the devices of a run.
+"""Devices: naming them, and how "auto", 4 or "cuda:1" become the devices of a run.
 
 A device is named the same way in every framework: `cpu` (all cores of the machine) or `cuda:i` (one GPU; `gpu:i` and
 `cuda` for `cuda:0` are understood as well). Some frameworks can show one CPU as several devices: `cpu`, `cpu:1`, `cpu:2`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.errors import DevicesDiffer, Invalid, WrongType
+from samestep.errors import Invalid, WrongType
 from samestep.shards import cut
 
 if TYPE_CHECKING:
@@ -88,66 +88,6 @@ def host_memory() -> tuple[int, int]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
 
 
-def _backend(backend: str | Backend | None) -> Backend:
-    from samestep import backends
-
-    if backend is None:
-        return backends.default()
-    return backends.load(backend) if isinstance(backend, str) else backend
-
-
-def num_gpus(backend: str | Backend | None = None) -> int:
-    """How many GPUs a framework sees (by default the one in use, else the first one installed)."""
-    return sum(device.kind == "cuda" for device in _backend(backend).devices())
-
-
-def try_gpu(i: int = 0, backend: str | Backend | None = None) -> Device:
-    """gpu(i) if it is there, otherwise cpu()."""
-    device = gpu(i)
-    return device if i < num_gpus(backend) else cpu()
-
-
-def try_all_gpus(backend: str | Backend | None = None) -> list[Device]:
-    """All GPUs, or [cpu()] if there is none."""
-    return [gpu(i) for i in range(num_gpus(backend))] or [cpu()]
-
-
-def put(array: Any, device: Device | str, backend: str | Backend | None = None) -> Any:
-    """The array on the device: the same object when it is already there, else a copy.
-
-    A NumPy array becomes an array of the framework (on the CPU without a copy, where the framework can do that).
-    """
-    from samestep import backends
-
-    return (backends.of_array(array) if backend is None else _backend(backend)).put(array, Device.of(device))
-
-
-def get(array: Any) -> Any:
-    """The array as NumPy, in host memory. This waits for the device."""
-    from samestep import backends
-
-    return backends.of_array(array).get(array)
-
-
-def device_of(array: Any) -> Device:
-    """The device an array is on."""
-    from samestep import backends
-
-    return backends.of_array(array).device_of(array)
-
-
-def same_device(**arrays: Any) -> Device:
-    """The one device that all of these arrays are on; an error that names them if there are several."""
-    places = {name: device_of(array) for name, array in arrays.items()}
-    first = next(iter(places.values()))
-    if any(place != first for place in places.values()):
-        listed = ", ".join(f"{name} on {place}" for name, place in places.items())
-        raise DevicesDiffer(
-            f"arrays are on different devices ({listed}): move them to one with samestep.put(x, device)"
-        )
-    return first
-
-
 def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = None) -> list[Device]:
     """The device of every replica, from what a user writes: "auto", a count, a name, or a list of names.
 
@@ -178,9 +118,7 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
     if not chosen:
         raise Invalid("devices is an empty list: name at least one, or write 'auto'")
     for device in chosen:
-        if device not in there and not getattr(backend, "virtual", lambda device: False)(device):
-            listed = ", ".join(map(str, there))
-            raise Invalid(f"device {device} is not there: {backend.name} sees {listed} on this machine")
+        backend.require(device)
     if len({device.kind for device in chosen}) > 1:
         raise Invalid(
             f"devices must be of one kind, got {', '.join(map(str, chosen))}: a CPU and a GPU round differently, "

@@ -1,17 +1,19 @@
-"""64 bits of vectors in host memory, for fingerprints, by whole numbers alone: they wrap around, so the order of additions
-cannot matter. It is computed in every step, so it has to be quick.
+"""Fingerprints: a hash of the weights by name at the end of a run, and 64 bits of the vectors after every step.
 
-The 64-bit words of a vector are laid out in rows of COLUMNS, and summed along the rows and along the columns. Where up to
-three words differ, some sum differs. All these sums, and the words of the last row that is not full, are then added up, each
-times an odd number of its own, and so are their upper halves: the product of bit 63 with any odd number is the same, so that
-two signs which change could cancel each other in one sum of whole words.
+The second is computed in every step, so it has to be quick. Whole numbers alone are added, which wrap around, so the order of
+additions cannot matter. The 64-bit words of a vector are laid out in rows of COLUMNS, and summed along the rows and along the
+columns. Where up to three words differ, some sum differs. All these sums, and the words of the last row that is not full, are
+then added up, each times an odd number of its own, and so are their upper halves: the product of bit 63 with any odd number
+is the same, so two signs that change could cancel each other in one sum of whole words.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,25 @@ COLUMNS = 1023  # odd, so that no row's sum stays the same when all signs in it 
 TABLE = 1 << 17  # after so many odd numbers they begin again
 
 
+def of_weights(tensors: Mapping[str, Numbers]) -> str:
+    """SHA-256 of weights: of every name, type, shape and byte, in the order of the names.
+
+    >>> of_weights({"w": np.zeros(2, "float32")})[:16]
+    '7c5c9b93c3c05a6f'
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        digest.update(json.dumps([name, array.dtype.str, list(np.shape(tensors[name]))]).encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def of_vectors(vectors: Sequence[Numbers]) -> Numbers:
+    """64 bits of vectors in host memory."""
+    return Fingerprint(vectors)()
+
+
 @functools.cache
 def odd(count: int) -> Numbers:
     """So many odd numbers of 64 bits."""
@@ -29,7 +50,7 @@ def odd(count: int) -> Numbers:
     return np.resize(numbers, count)
 
 
-class Print:
+class Fingerprint:
     """The fingerprint of vectors that stay where they are in memory: one number of 64 bits for all of them."""
 
     def __init__(self, vectors: Sequence[Numbers]) -> None:
@@ -63,10 +84,6 @@ class Print:
         for rows, along, down in self._sums:
             np.add.reduce(rows, 1, out=along)
             np.add.reduce(rows, 0, out=down)
-
-
-def fingerprint(vectors: Sequence[Numbers]) -> Numbers:
-    return Print(vectors)()
 
 
 def _laid_out(raw: Numbers) -> tuple[Numbers, Numbers]:

@@ -1,9 +1,7 @@
-"""What a framework must provide.
+"""What a framework must provide: a Backend, a Replica, an Updater. What all frameworks do alike is here, once.
 
-Two protocols are all that samestep asks of a framework. Weights and gradients are flat vectors, so the tree, the
-exchange between devices and the optimizers are written once, with +, * and slices.
-
-What a shard gives is one flat vector, so that one addition and one transfer carry all of it:
+Weights and gradients are flat vectors, so the tree, the exchange between devices and the optimizers are written once, with
++, * and slices. What a shard gives is one flat vector, so that one addition and one transfer carry all of it:
 
     [ gradient | count x change of every buffer | loss of shard 0..S-1 | hits of shard 0..S-1 ]
 
@@ -13,21 +11,28 @@ the other slots zero: after the tree every replica knows every shard's loss, exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from samestep.devices import Device
-from samestep.processes.place import Place, World
+from samestep.backends.layout import Layout, Numbers, Tensors
+from samestep.backends.losses import Losses
+from samestep.backends.workers import Workers
+from samestep.devices import Device, host_memory
+from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.shards import Span
+
+if TYPE_CHECKING:
+    from samestep.data.feed import Batch
+    from samestep.processes.place import Place
+    from samestep.processes.world import World
 
 Array = Any  # an array of the framework
 Vector = Any  # a flat vector of the framework
-Tensors = dict[str, np.ndarray[Any, Any]]  # by name, on the host
-Deliver = Callable[[int, Vector], None]  # takes the number of a band and the band
+Task = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -38,142 +43,345 @@ class Shape:
     dtype: str  # of the weights, as NumPy names it
 
 
-class Replica(Protocol):
-    """One whole copy of the model on one device.
+class Sums(Protocol):
+    """Where the vectors of shards are added up."""
 
-    One that is `looped` is asked for all its shards at once, where their examples are on the device: gradients(pass_, spans,
-    keys, shards) gives the parts of these shards (JAX on GPUs). One with whole(pass_, span, key, optimizer, slots, lr, t) makes
-    a step of one shard in one go, if in_one_go(optimizer) says so, and returns [loss, hits], for `get`, and the slots.
+    @property
+    def bands(self) -> Sequence[Span]:
+        """Ranges of the vector; more than one only if each is wanted as soon as it is computed."""
+
+    def add(self, span: Span, vector: Vector, band: int = 0) -> None:
+        """Add a band of the sum over shards [lo, hi), mostly of one shard."""
+
+
+class Replica(ABC):
+    """One whole copy of the model on one device, as flat vectors: the trained weights, then the state.
+
+    State is what forward passes change, such as running statistics: one vector for each type of number.
     """
 
-    device: Device
-    parameters: Vector  # the trainable weights; writing to it is what `assign` is for
-    size: int  # of the vector that `gradient` returns
-    bands: Sequence[Span]  # ranges of it, in the order in which the backward pass is likely to finish them
-    gaps: Sequence[slice]  # where no weight lies in `parameters`; zero from beginning to end
+    layouts: Sequence[Layout]  # of the weights, and of each vector of the state
+    names: dict[
+        str, str
+    ]  # each name of a tensor, in the user's order → the name that a layout or a constant has for it
 
-    def gradient(self, x: Array, y: Array, key: int, shard: int, deliver: Deliver | None = None) -> Vector:
-        """The vector described above for one shard, with noise drawn from the key.
+    def __init__(self, backend: Backend, loss: Any, device: Device, shards: int) -> None:
+        self.backend, self.loss, self.device, self.shards = backend, loss, device, shards
 
-        Each band is handed to `deliver` as soon as it is there.
-        """
+    # What is computed
 
+    @property
+    def size(self) -> int:
+        """Of the vector that `gradient` returns."""
+        return sum(layout.size for layout in self.layouts) + 2 * self.shards
+
+    @property
+    def bands(self) -> Sequence[Span]:
+        """Ranges of that vector, in the order in which the backward pass is likely to finish them."""
+        return [(0, self.size)]
+
+    @abstractmethod
+    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
+        """The vector described above for one shard, with noise drawn from the key."""
+
+    def tasks(self, batch: Batch, shards: range, sums: Sums) -> list[Task]:
+        """What there is to do for these shards of a batch; the tasks do not depend on each other."""
+
+        def compute(shard: int) -> None:
+            x, y = batch.shard(shard, self.device)
+            sums.add((shard, shard + 1), self.gradient(x, y, batch.keys[shard], shard))
+
+        return [partial(compute, shard) for shard in shards]
+
+    @abstractmethod
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
         """[loss, hits] of these examples, summed, with the model in evaluation mode."""
 
+    @abstractmethod
     def assign(self, parameters: Vector) -> None:
         """Take new weights."""
 
+    @abstractmethod
     def advance(self, total: Vector, examples: int) -> None:
-        """Take the buffers' changes out of the sum over all shards."""
+        """Take the changes of the state out of the sum over all shards."""
 
+    @abstractmethod
     def fingerprint(self) -> Vector:
-        """64 bits of all weights and buffers, by integer arithmetic, still on the device: one number, or two of 32."""
+        """64 bits of all vectors, by integer arithmetic, still on the device: one number, or two of 32."""
 
+    def release(self) -> None:  # noqa: B027
+        """Let go of what only computing needs; weights and state stay."""
+
+    # Its vectors
+
+    @property
+    @abstractmethod
     def vectors(self) -> list[Vector]:
-        """The weights and the buffers of real numbers, as flat vectors."""
+        """The weights and the state, in the order of the layouts."""
 
-    def tensors(self, vectors: Sequence[Vector] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """Weights and buffers by name, on the host; from other vectors than this replica's own on request.
+    @property
+    def parameters(self) -> Vector:
+        """The trained weights; `assign` writes to them."""
+        return self.vectors[0]
+
+    @abstractmethod
+    def replace(self, vectors: Sequence[Vector]) -> None:
+        """Take other values for all vectors."""
+
+    def constants(self) -> Tensors:
+        """The tensors that never change, by name, on the host."""
+        return {}
+
+    def take_constants(self, tensors: Tensors) -> None:  # noqa: B027
+        """Take other values for the constants that are among these tensors."""
+
+    def to_vector(self, numbers: Numbers) -> Vector:
+        """A vector on this replica's device."""
+        return self.backend.copy(numbers, self.device)
+
+    # By name, on the host
+
+    def real_vectors(self) -> list[Vector]:
+        """The vectors of real numbers: what an average is taken of."""
+        return [vector for vector, layout in zip(self.vectors, self.layouts, strict=True) if layout.real]
+
+    def tensors(self, vectors: Sequence[Vector] | None = None) -> Tensors:
+        """All tensors by name; those of real numbers from other vectors than this replica's on request.
 
         They may share memory with the replica: copy what is to be kept.
         """
+        found, reals = self.constants(), iter(self.real_vectors() if vectors is None else vectors)
+        for layout, own in zip(self.layouts, self.vectors, strict=True):
+            found |= layout.named(self.backend.get(next(reals) if layout.real else own))
+        return {name: found[known] for name, known in self.names.items()}
 
-    def vectors_from(self, tensors: Tensors) -> list[Vector]:
-        """The inverse of `tensors` for its vectors, on this replica's device."""
+    def real_vectors_from(self, tensors: Tensors) -> list[Vector]:
+        """The inverse of `tensors(vectors)`."""
+        return [self.to_vector(layout.filled(tensors)) for layout in self.layouts if layout.real]
 
     def load(self, tensors: Tensors) -> None:
-        """Take weights and buffers by name."""
+        """Take all tensors by name."""
+        self.replace([self.to_vector(layout.filled(tensors)) for layout in self.layouts])
+        self.take_constants(tensors)
 
     def named(self, vector: Vector) -> Tensors:
-        """A vector in the layout of `parameters` (a gradient, a momentum) by the names of the weights, on the host."""
+        """A vector in the layout of the weights (a gradient, a momentum) by their names."""
+        return self.layouts[0].named(self.backend.get(vector))
 
     def flat(self, named: Tensors) -> Vector:
         """The inverse of `named`."""
+        return self.to_vector(self.layouts[0].filled(named))
 
     def model(self, vectors: Sequence[Vector] | None = None) -> Any:
         """A model of the framework with these weights, for the user."""
+        return self.model_of(self.tensors(vectors))
 
-    def release(self) -> None:
-        """Let go of what only computing needs; weights and buffers stay."""
+    @abstractmethod
+    def model_of(self, tensors: Tensors) -> Any:
+        """The user's model, copied around these tensors."""
 
 
-class Updater(Protocol):
-    """An optimizer at work on one replica. One that has its rate inside, where no schedule can reach, is `fixed`."""
+class Updater(ABC):
+    """An optimizer at work on one replica."""
+
+    fixed = False  # its rate is inside it, where no schedule can reach
 
     def rate(self) -> float | None:
         """The rate that the optimizer came with, if it has one."""
+        return None
 
-    def __call__(self, gradient: Vector, lr: float, t: int, z: Vector) -> None: ...
+    @abstractmethod
+    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
+        """Make the update after t updates, from the sum over all shards; z is noise, if the optimizer wants any."""
+
+    @abstractmethod
     def tensors(self) -> Tensors:
         """Its state by name, on the host; it may share memory."""
 
+    @abstractmethod
     def load(self, tensors: Tensors) -> None:
         """Take a state that `tensors` gave."""
 
 
-class Backend(Protocol):
-    """One framework.
+class NativeUpdater(Updater):
+    """An optimizer of the framework itself. What it does must follow from its repr, which is in the recipe."""
 
-    It may offer more. compiled(function): a function of a constant, vectors and Python's numbers, compiled; numbers must reach
-    the vectors as they would without. index(order, device): what slices of the order of examples are taken from, for `take`.
-    in_memory(vector): a vector on the CPU as NumPy, without a copy, to be updated there. fetch(vectors): `get` of their
-    `concat`. virtual(device): whether a device can be used that is not listed.
-    """
+    def __init__(self, replica: Any, clip: float) -> None:
+        self.replica = replica
+        backend: Backend = replica.backend
+        self._mean = backend.compiled(Mean(backend, replica.layouts[0].size, clip))
+
+    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
+        self.apply(self._mean(total, examples), lr, t)
+
+    @abstractmethod
+    def apply(self, gradient: Vector, lr: float, t: int) -> None:
+        """Make the update from the gradient of the mean loss."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The gradient of the mean loss from the sum over all shards, clipped."""
+
+    backend: Backend
+    size: int  # of the gradient: it is the first part of the sum
+    clip: float  # the largest norm, or 0
+    in_place: bool = False  # whether the sum may be overwritten
+
+    def __call__(self, total: Vector, examples: int) -> Vector:
+        gradient = total[: self.size]
+        if self.in_place:
+            gradient /= examples
+        else:
+            gradient = gradient / examples
+        return self.backend.clip(gradient, self.clip) if self.clip else gradient
+
+
+class Backend(Losses):
+    """One framework."""
 
     name: str
 
+    def __init__(self) -> None:
+        self.workers = Workers()
+
+    # Devices
+
+    @abstractmethod
     def devices(self) -> list[Device]: ...
+
+    def usable(self, device: Device) -> bool:
+        """Whether a device can be used; some that can are not listed."""
+        return device in self.devices()
+
+    def require(self, device: Device) -> None:
+        if not self.usable(device):
+            listed = ", ".join(map(str, self.devices()))
+            raise Invalid(f"device {device} is not there: {self.name} sees {listed} on this machine")
+
     def memory(self, device: Device) -> tuple[int, int]:
         """Bytes in all and bytes in use on a device."""
+        return host_memory()
 
-    def owns(self, array: object) -> bool: ...
+    # Arrays
+
+    @abstractmethod
+    def owns(self, thing: object) -> bool:
+        """Whether it is an array or a model of this framework."""
+
+    @abstractmethod
     def device_of(self, array: Array) -> Device: ...
+    @abstractmethod
     def put(self, array: Array, device: Device) -> Array:
         """The array on the device: the same object when it is already there."""
 
-    def get(self, array: Array) -> np.ndarray[Any, Any]:
-        """The array in host memory. The only place that waits for a device."""
+    @abstractmethod
+    def get(self, array: Array) -> Numbers:
+        """The array in host memory. This and `fetch` are all that waits for a device."""
 
-    def place(self, vector: Vector, device: Device) -> Vector:
-        """A vector on a device, never sharing storage with what it was made from unless it is the same device."""
+    def fetch(self, vectors: Sequence[Vector]) -> Numbers:
+        """Vectors, one after the other, in host memory."""
+        return self.get(self.concat(vectors))
 
+    @abstractmethod
     def copy(self, array: Array, device: Device, gradient: bool = False) -> Array:
         """A new array on a device, which shares storage with nothing; with a gradient of zeros attached on request."""
 
+    @abstractmethod
     def assign(self, array: Array, value: Array) -> Array:
         """Write a value into an array where arrays are mutable; returns the array that now holds it."""
 
-    def reshape(self, array: Array, shape: Sequence[int]) -> Array: ...
-    def take(self, array: Array, index: Array) -> Array: ...
+    def reshape(self, array: Array, shape: Sequence[int]) -> Array:
+        return array.reshape(tuple(shape))
+
+    @abstractmethod
+    def take(self, array: Array, index: Array) -> Array:
+        """The rows of an array."""
+
+    def index(self, order: Numbers, device: Device) -> Array:
+        """The order of examples, of which slices are given to `take`."""
+        return self.put(order, device)
+
+    @abstractmethod
     def add(self, left: Vector, right: Vector) -> Vector:
         """left + right; may reuse the storage of left."""
 
+    @abstractmethod
     def concat(self, vectors: Sequence[Vector]) -> Vector: ...
+    @abstractmethod
     def zeros_like(self, vector: Vector) -> Vector: ...
+    @abstractmethod
     def clip(self, vector: Vector, limit: float) -> Vector:
         """The vector scaled down to norm `limit` where it is longer, without waiting for the device."""
 
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of vectors and Python's numbers, compiled, with the same bits.
+
+        The function is a value: equal ones are compiled once.
+        """
+        return function
+
+    def in_memory(self, vector: Vector) -> Numbers | None:
+        """A vector on the CPU as NumPy, without a copy, to be updated there; None: the framework's operations are to do it."""
+        return None
+
+    # A run
+
+    @abstractmethod
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> AbstractContextManager[None]:
         """Everything the framework must be told for the time of a run; put back as it was afterwards."""
 
-    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    def map(self, tasks: Sequence[Task]) -> list[Any]:
         """Run tasks that do not depend on each other, side by side where the device needs threads for that."""
+        with self.explained():
+            # One alone stays in this thread: to change it takes time, and changes no bit.
+            return [tasks[0]()] if len(tasks) == 1 else self.workers.map(tasks)
 
-    def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str) -> Shape:
-        """Pass one example through the model (creating lazy weights) and say what came out."""
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn the framework's errors that have a known remedy into samestep's, which name it."""
+        try:
+            yield
+        except Exception as error:
+            better = self.explain(error)
+            if better is None:
+                raise
+            raise better from error
 
+    def explain(self, error: Exception) -> Exception | None:
+        """samestep's error for one of the framework's, if it has a known remedy."""
+        return None
+
+    def out_of_memory(self, device: str, asked: str | None = None) -> OutOfMemory:
+        when = f" when {asked} were asked for" if asked else ""
+        return OutOfMemory(
+            f"{device} ran out of memory{when}: raise shards (smaller shards need less), or lower the batch size"
+        )
+
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        """The processes of this run; `timeout` is how many seconds one may take to answer."""
+        from samestep.processes import mpi
+
+        return mpi.join(self.get, place, timeout)
+
+    # Models
+
+    def describe(self, model: Any) -> str:
+        """The model in one word."""
+        return type(model).__name__
+
+    @abstractmethod
+    def probe(self, model: Any, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
+        """Pass one example through the model (creating lazy weights) and say what came out; `name` is for messages."""
+
+    @abstractmethod
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> Replica:
         """A copy of the model on a device; `capture` allows recording its computation (see Trainer)."""
 
-    def updater(self, optimizer: Any, replica: Any) -> Updater:
+    @abstractmethod
+    def updater(self, optimizer: Any, replica: Any, clip: float) -> Updater:
         """The framework's own optimizer, or a function that makes one from parameters, at work on a replica."""
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         """The rates of the first n updates of a scheduler of the framework, which is left as it was."""
-
-    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        """The processes of this run; `timeout` is how many seconds one may take to answer."""
-
-    def describe(self, model: Any) -> str:
-        """The model in one word."""
+        raise WrongType(f"schedule must be a number or a function of t, got {type(scheduler).__name__}")

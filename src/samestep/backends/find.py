@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,6 @@ MODELS = {
 }
 
 
-def available() -> list[str]:
-    """The frameworks that this samestep has a backend for."""
-    here = Path(__file__).parent
-    return [name for name in FRAMEWORKS if (here / name).is_dir()]
-
-
 def installed(name: str) -> str | None:
     """The installed version of a framework, without importing it; None if there is none."""
     try:
@@ -48,8 +41,8 @@ def installed(name: str) -> str | None:
 
 def check(name: str) -> None:
     """Refuse a framework that samestep does not know, or that is not installed, without importing it."""
-    if name not in available():
-        raise WrongType(f"no backend {name!r}: samestep has {', '.join(available())}")
+    if name not in FRAMEWORKS:
+        raise WrongType(f"no backend {name!r}: samestep has {', '.join(FRAMEWORKS)}")
     if not installed(name):
         raise BackendMissing(f"{name!r} is not installed; pip install 'samestep[{name}]'")
 
@@ -71,9 +64,9 @@ def load(name: str) -> Backend:
 
 def default() -> Backend:
     """The framework already imported in this process, else the first one installed."""
-    names = [name for name in available() if name in sys.modules] or [name for name in available() if installed(name)]
+    names = [name for name in FRAMEWORKS if name in sys.modules] or [name for name in FRAMEWORKS if installed(name)]
     if not names:
-        raise BackendMissing(f"no framework is installed; pip install 'samestep[{available()[0]}]'")
+        raise BackendMissing(f"no framework is installed; pip install 'samestep[{next(iter(FRAMEWORKS))}]'")
     return load(names[0])
 
 
@@ -110,10 +103,10 @@ def _kind(thing: Any) -> str:
 def of_model(model: object) -> Backend:
     """The backend of a model, found from the classes it is made of."""
     found = frameworks_of(model)
-    for name in available():
+    for name in FRAMEWORKS:
         if name in found and load(name).owns(model):
             return load(name)
-    known = ", ".join(f"{name} ({MODELS[name]})" for name in available())
+    known = ", ".join(f"{name} ({MODELS[name]})" for name in FRAMEWORKS)
     raise WrongType(f"model must be a model of {known}; got {_kind(type(model))}")
 
 
@@ -121,10 +114,10 @@ def of_array(array: object) -> Backend:
     """The backend of an array; NumPy arrays, which are on the host, go with the default one."""
     root = type(array).__module__.split(".")[0]
     root = ALSO.get(root, root)
-    if root in available():
+    if root in FRAMEWORKS:
         return load(root)
     if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float)):
         return default()
     raise WrongType(
-        f"expected an array of {', '.join(available())} or NumPy, got {type(array).__module__}.{type(array).__name__}"
+        f"expected an array of {', '.join(FRAMEWORKS)} or NumPy, got {type(array).__module__}.{type(array).__name__}"
     )

@@ -1,22 +1,71 @@
-"""Where the tensors of a model lie in one flat vector, in every framework: one after the other, each at a multiple of ALIGN."""
+"""Where the tensors of a model lie in one flat vector, in every framework."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
 
 from samestep.shards import Span
 
-ALIGN = 64  # bytes; every tensor begins where an allocation of its own would, so kernels see nothing unusual
+Numbers = np.ndarray[Any, Any]
+Tensors = dict[str, Numbers]
+ALIGN = 64  # bytes; a tensor that begins where an allocation of its own would shows kernels nothing unusual
 
 
-def places(sizes: Sequence[int], itemsize: int) -> tuple[list[Span], int]:
-    """The place of each tensor of so many numbers, and the size of the whole vector.
+def aligned(itemsize: int) -> int:
+    """So many numbers take ALIGN bytes."""
+    return ALIGN // itemsize
 
-    >>> places([20, 3], 4)
-    ([(0, 20), (32, 35)], 48)
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors of one type of number in one vector, one after the other, each at a multiple of `unit` numbers.
+
+    >>> layout = Layout(("weight", "bias"), ((4, 5), (3,)), "float32", unit=aligned(4))
+    >>> layout.spans, layout.size, layout.padding
+    ([(0, 20), (32, 35)], 48, [slice(20, 32, None), slice(35, 48, None)])
     """
-    found, start, unit = list[Span](), 0, ALIGN // itemsize
-    for size in sizes:
-        found.append((start, start + size))
-        start += -(-size // unit) * unit
-    return found, start
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    real: bool = True  # real numbers, not whole ones
+    unit: int = 1
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """The numbers [lo, hi) of the vector that each tensor has."""
+        sizes = [prod(shape) for shape in self.shapes]
+        starts = accumulate((-(-size // self.unit) * self.unit for size in sizes), initial=0)
+        return [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+    @cached_property
+    def size(self) -> int:
+        """Of the vector, padding included."""
+        end = self.spans[-1][1] if self.spans else 0
+        return -(-end // self.unit) * self.unit
+
+    @cached_property
+    def padding(self) -> list[slice]:
+        """Where no tensor lies: zero from beginning to end."""
+        return [slice(hi, lo) for (_, hi), (lo, _) in zip(self.spans, [*self.spans[1:], (self.size, 0)], strict=True)]
+
+    def cut(self, vector: Any) -> list[Any]:
+        """The tensors of such a vector, of the framework or of NumPy, as views of it."""
+        return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
+
+    def named(self, vector: Numbers) -> Tensors:
+        """The tensors of such a vector on the host, by name, as views of it."""
+        return dict(zip(self.names, self.cut(vector), strict=True))
+
+    def filled(self, tensors: Tensors) -> Numbers:
+        """A new vector on the host that holds these tensors."""
+        vector = np.zeros(self.size, self.dtype)
+        for name, view in self.named(vector).items():
+            view[...] = tensors[name].reshape(view.shape)
+        return vector

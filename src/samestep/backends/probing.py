@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from samestep.backends import Shape
+from samestep.backends.base import Backend, Shape
+from samestep.backends.layout import Numbers
 from samestep.errors import Invalid, WrongType
 
 
@@ -21,27 +20,25 @@ def check_weights(model: str, dtypes: Iterable[str]) -> str:
     return found[0]
 
 
-def convert(name: str, x: np.ndarray[Any, Any], dtype: str) -> WrongType:
-    """The error for examples that are not of the weights' type."""
-    return WrongType(f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')")
-
-
-def check_examples(name: str, x: np.ndarray[Any, Any], dtype: str) -> None:
+def check_examples(name: str, x: Numbers, dtype: str) -> None:
     if x.dtype.kind == "f" and str(x.dtype) != dtype:
         raise convert(name, x, dtype)
 
 
-def check_output(
-    word: str, shape: tuple[int, ...] | None, kind: str, y: np.ndarray[Any, Any], loss: Any, dtype: str
-) -> Shape:
-    """What one example gave: an array of a shape (`word` is the framework's for it), or a `kind` of thing."""
+def convert(name: str, x: Numbers, dtype: str) -> WrongType:
+    """The error for examples that are not of the weights' type."""
+    return WrongType(f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')")
+
+
+def check_output(backend: Backend, output: Any, y: Numbers, loss: Any, dtype: str) -> Shape:
+    """What one example gave."""
+    shape = tuple(output.shape) if backend.is_array(output) else None
     whole, rank = y.dtype.kind in "iu", -1 if shape is None else len(shape)
     if loss is None and not (rank > 1 and whole):
-        article = "an" if word[0] in "aeiou" else "a"
-        got = kind if shape is None else f"{article} {word} of shape {tuple(shape)}"
+        got = type(output).__name__ if shape is None else f"{backend.a_word} of shape {shape}"
         raise WrongType(
-            f"the default loss, softmax cross-entropy, needs {article} {word} of scores per class and whole-number labels, got "
-            f"{got} and labels of {y.dtype}: pass loss=f(output, y)"
+            f"the default loss, softmax cross-entropy, needs {backend.a_word} of scores per class and whole-number labels, "
+            f"got {got} and labels of {y.dtype}: pass loss=f(output, y)"
         )
     if loss is None and rank == 2 and y.ndim != 1:
         raise Invalid(f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)")

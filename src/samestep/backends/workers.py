@@ -1,7 +1,4 @@
-"""The threads that compute shards side by side on the CPU, and what they must take turns at.
-
-One run at a time goes on in a process, and a framework's one random generator is used by many threads or by one alone.
-"""
+"""The threads that compute shards side by side on the CPU. One run at a time goes on in a process."""
 
 from __future__ import annotations
 
@@ -17,19 +14,23 @@ from samestep.errors import Invalid
 from samestep.processes.place import find
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def side_by_side(threads: int) -> int:
     """How many shards can be computed at a time with `threads` each; the processes on a host share its cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads // find().local_size)
+    return max(1, cores() // threads // find().local_size)
 
 
-class Crew:
+class Workers:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._busy = threading.Lock()
 
     @property
-    def hired(self) -> bool:
+    def there(self) -> bool:
         """Whether there are threads beside the caller's."""
         return self._pool is not None
 
@@ -37,7 +38,7 @@ class Crew:
     def at_work(
         self, devices: Sequence[Device], threads: int, prepare: Callable[[], object] = lambda: None, least: int = 1
     ) -> Iterator[None]:
-        """For the time of a run: on the CPU so many threads that each can compute with `threads` of its own.
+        """For the time of a run: on the CPU, threads for as many shards as fit side by side with `threads` each.
 
         `prepare` is called in each thread first. Where fewer than `least` threads would do, the caller's computes.
         """
@@ -64,28 +65,3 @@ class Crew:
         futures = [self._pool.submit(task) for task in tasks]
         wait(futures)
         return [future.result() for future in futures]
-
-
-class Access:
-    """Many at a time, or one alone."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._changed:  # held throughout: nobody comes in
-            self._changed.wait_for(lambda: self._inside == 0)
-            yield

@@ -9,7 +9,7 @@ from samestep.checks import choice, whole
 from samestep.errors import Invalid
 
 if TYPE_CHECKING:
-    from samestep.backends import Replica
+    from samestep.backends.base import Replica
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Averager:
     def restore(self, total: float, tensors: Any) -> None:
         """Go on from the average that a checkpoint holds."""
         self.total = total
-        self.vectors = self.replica.vectors_from(tensors) if tensors else []
+        self.vectors = self.replica.real_vectors_from(tensors) if tensors else []
 
     def _add(self, weight: float) -> None:
         if weight == 0:
             return
         self.total += weight
-        now = self.replica.vectors()
+        now = self.replica.real_vectors()
         if not self.vectors:
             self.vectors = [vector * 1.0 for vector in now]
         else:

@@ -8,9 +8,10 @@ roots, element by element: neither threads nor slices can change a bit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Protocol
+from typing import Any
 
 from samestep.checks import flag, number
 from samestep.errors import Invalid
@@ -19,29 +20,31 @@ Vector = Any  # a flat vector of any framework
 State = dict[str, Vector]
 
 
-class Optimizer(Protocol):
-    """What the Trainer asks of an optimizer."""
+class Optimizer(ABC):
+    """What the Trainer asks of an optimizer. One of your own is a frozen dataclass derived from this."""
 
     @property
-    def slots(self) -> tuple[str, ...]: ...
+    def slots(self) -> tuple[str, ...]:
+        """The names of the vectors that it keeps beside the weights; all start at zero."""
+        return ()
 
     @property
     def noisy(self) -> bool:
         """Whether `update` wants z, a vector of N(0, 1) that is the same on every replica."""
-
-    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int, z: Vector) -> tuple[Vector, State]: ...
-
-
-@dataclass(frozen=True)
-class Descent:
-    """An optimizer without noise: the weights less a direction times the rate."""
-
-    @property
-    def noisy(self) -> bool:
         return False
 
-    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
-        raise NotImplementedError
+    @abstractmethod
+    def update(
+        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
+    ) -> tuple[Vector, State]:
+        """New weights and new slots."""
+
+
+class Descent(Optimizer):
+    """An optimizer without noise: the weights less a direction times the rate."""
+
+    @abstractmethod
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]: ...
 
     def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
         """What is taken from the weights."""
@@ -118,20 +121,18 @@ class Adam(Descent):
 
 
 @dataclass(frozen=True)
-class SGLD:
+class SGLD(Optimizer):
     """Stochastic gradient Langevin dynamics; see `sgld`."""
 
     temperature: float = 1.0
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def noisy(self) -> bool:
         return True
 
-    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int, z: Vector) -> tuple[Vector, State]:
+    def update(
+        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
+    ) -> tuple[Vector, State]:
         return x - g * lr + z * sqrt(2 * lr * self.temperature), state
 
 

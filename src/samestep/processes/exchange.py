@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from samestep.devices import Device, resolve, same_device
+from samestep.backends.arrays import same_device
+from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.shards import Fold, Span, cut
 
 if TYPE_CHECKING:
     from samestep.backends import Array, Backend, Vector
-    from samestep.processes.place import World
+    from samestep.processes.world import World
 
 CHUNK = 1 << 20  # numbers of a slice that are sent at once: while some are added, others travel
 AHEAD = 4  # chunks on their way at once
@@ -42,11 +43,11 @@ def exchange(
         fold: Fold[Vector] = Fold(n, lambda left, right: left + right)
         for held in parts:
             for span, vector in held.items():
-                fold.add(span, backend.place(vector[lo:hi], device))
+                fold.add(span, backend.put(vector[lo:hi], device))
         return fold.total()
 
     def gather(device: Device) -> Vector:
-        return backend.concat([backend.place(piece, device) for piece in summed])
+        return backend.concat([backend.put(piece, device) for piece in summed])
 
     summed = backend.map([partial(own, lo, hi, device) for (lo, hi), device in zip(slices, devices, strict=True)])
     return backend.map([partial(gather, device) for device in devices])
@@ -125,6 +126,34 @@ def across(
     return total
 
 
+class Across:
+    """The sum over the shards of all processes."""
+
+    def __init__(self, world: World, backend: Backend, device: Device, parameters: Vector, size: int) -> None:
+        import numpy as np
+
+        from samestep.processes.sockets import OnHost
+
+        self.world, self.rooms = world, dict[int, Any]()
+        self.memory = world.empty(size, parameters)
+        self.arithmetic: Any = OnHost(backend, device) if isinstance(self.memory, np.ndarray) else backend
+        self.backend = backend
+
+    def sum(self, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, lo: int, hi: int) -> Vector:
+        local: Fold[Vector] = Fold(n, self.arithmetic.add)
+        for span, vector in parts.items():
+            local.add(span, self.world.bring(vector))
+        mine = dict(sorted(local.parts.items()))
+        total = across(self.world, self.arithmetic, mine, held, n, self.memory[lo:hi], self.rooms)
+        if (lo, hi) != (0, len(self.memory)):
+            self.arithmetic.assign(self.memory[lo:hi], total)
+        return total
+
+    def put(self, vector: Vector, device: Device) -> Vector:
+        place = self.arithmetic.put if self.arithmetic is self.backend else self.arithmetic.place
+        return place(vector, device)
+
+
 def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
     """Sum a list of arrays, one per device, and leave the sum on every device.
 
@@ -171,15 +200,15 @@ def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
 def _tree(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
     fold: Fold[Vector] = Fold(len(vectors), lambda left, right: left + right)
     for i, vector in enumerate(vectors):
-        fold.add((i, i + 1), backend.place(vector, devices[0]))
-    return [backend.place(fold.total(), device) for device in devices]
+        fold.add((i, i + 1), backend.put(vector, devices[0]))
+    return [backend.put(fold.total(), device) for device in devices]
 
 
 def _gather(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
     total = vectors[0]
     for vector in vectors[1:]:
-        total = total + backend.place(vector, devices[0])
-    return [backend.place(total, device) for device in devices]
+        total = total + backend.put(vector, devices[0])
+    return [backend.put(total, device) for device in devices]
 
 
 def _sharded(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
@@ -195,12 +224,12 @@ def _ring(backend: Backend, vectors: list[Vector], devices: list[Device]) -> lis
         for d in range(k):
             to = (d + 1) % k
             slot = (d - hop) % k
-            held[to][slot] = held[to][slot] + backend.place(sent[d], devices[to])
+            held[to][slot] = held[to][slot] + backend.put(sent[d], devices[to])
     for hop in range(k - 1):  # gather: the sums go once round
         sent = [held[d][(d + 1 - hop) % k] for d in range(k)]
         for d in range(k):
             to = (d + 1) % k
-            held[to][(d + 1 - hop) % k] = backend.place(sent[d], devices[to])
+            held[to][(d + 1 - hop) % k] = backend.put(sent[d], devices[to])
     return [backend.concat(row) for row in held]
 
 

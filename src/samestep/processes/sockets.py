@@ -24,7 +24,8 @@ import numpy as np
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes.meeting import PATIENCE, Links, Meeting, connect, exactly, gone
 from samestep.processes.memory import Arrival, Memory
-from samestep.processes.place import TRANSPORT, Alone, Place, World
+from samestep.processes.place import TRANSPORT, Place
+from samestep.processes.world import Alone, World
 
 if TYPE_CHECKING:
     from samestep.backends import Backend, Vector

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes.memory import Arrival, Bytes, Memory
-from samestep.processes.place import TRANSPORT, Alone, Place, World, number
+from samestep.processes.place import TRANSPORT, Place, number
+from samestep.processes.world import Alone, World
 
 CAUSE = "cause"  # in the store: why the run ends
 PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Invalid
+from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
-from samestep.runs.run import Tensors, fingerprint
+from samestep.runs.checkpoint import Tensors
 
 SHOWN, WIDTH = 20, 40  # tensors in the table; characters of a recipe's value
 ABSENT = "absent"  # stands for the value that one of the recipes does not have
@@ -190,7 +191,7 @@ def _tensors(side: Side, step: int, kind: str) -> Tensors:
         path = side.files[step, "final"]
         try:
             weights = load_file(path)
-            if fingerprint(weights) != side.end:
+            if of_weights(weights) != side.end:
                 raise ValueError("its weights do not have the run's fingerprint")
             tensors = {f"model:{name}": tensor for name, tensor in weights.items()}
             path = path.with_name("average.safetensors")

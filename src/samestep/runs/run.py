@@ -8,43 +8,23 @@ weights.safetensors  the final weights, by name
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from samestep.checks import show
 from samestep.errors import Invalid
+from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
-from samestep.runs.checkpoint import Checkpoint, Writer
+from samestep.runs.checkpoint import Tensors
+from samestep.runs.events import Event, events
 from samestep.schedules.algebra import Schedule
 
-Tensors = dict[str, NDArray[Any]]
-Event = dict[str, Any]
 FILES = ("recipe.json", "events.jsonl", "weights.safetensors")
-
-
-def fingerprint(tensors: Tensors) -> str:
-    """SHA-256 of weights: of every name, type, shape and byte, in the order of the names.
-
-    >>> fingerprint({"w": np.zeros(2, "float32")})[:16]
-    '7c5c9b93c3c05a6f'
-    """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        array = np.ascontiguousarray(tensors[name])
-        digest.update(json.dumps([name, array.dtype.str, list(np.shape(tensors[name]))]).encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 @dataclass
@@ -124,38 +104,9 @@ class Run:
         run.replay(log)
         if not run.fingerprint:
             raise Invalid(f"{folder} is not the folder of a finished run: events.jsonl does not come to an end")
-        if fingerprint(tensors) != run.fingerprint:
+        if of_weights(tensors) != run.fingerprint:
             raise Invalid(f"{folder / 'weights.safetensors'} is damaged: its weights do not have the run's fingerprint")
         return run
-
-
-def events(log: bytes) -> Iterator[Event]:
-    """The events of a log. A last line without an end, on which the run was killed, is left out."""
-    lines = log.split(b"\n")
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            yield dict(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number}: {error}") from error
-
-
-def chain(prints: Iterable[str]) -> str:
-    """One hash for the fingerprints of all steps up to now."""
-    return hashlib.sha256("".join(prints).encode()).hexdigest()
-
-
-IMMATERIAL = ("max_epochs",)  # what comes later does not change the steps before it
-
-
-def differences(ours: dict[str, Any], theirs: dict[str, Any], besides: Iterable[str] = IMMATERIAL) -> list[str]:
-    """What tells one recipe from another, a line each.
-
-    >>> differences({"seed": 0, "shards": 8}, {"seed": 1, "shards": 8})
-    ['seed is 0, was 1']
-    """
-    names = [name for name in {**theirs, **ours} if name not in besides]
-    return [f"{name} is {show(ours.get(name))}, was {show(theirs.get(name))}"
-            for name in names if ours.get(name) != theirs.get(name)]  # fmt: skip
 
 
 def plain(tensors: Tensors) -> bytes:
@@ -196,201 +147,3 @@ def export(source: Path, target: Path, best: bool = False, average: bool = False
         raise Invalid(f"{source} has no averaged weights")
     put(tensors)
     return found.step
-
-
-class RunFolder:
-    """Writes a run folder while a fit goes on; finds out what of it is there already."""
-
-    def __init__(
-        self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0
-    ) -> None:
-        self.path, self._made = Path(path), list[Path]()
-        self._held = self._begun = False
-        self.checkpoint: Checkpoint | None = None  # to go on from
-        self.log = b""  # the events that belong to it
-        try:
-            for folder in [self.path, *self.path.parents]:
-                if os.path.exists(folder):
-                    break
-                self._made.append(folder)
-            self.path.mkdir(parents=True, exist_ok=True)
-            new = [] if os.path.exists(self.path / "lock") else ["lock"]  # what to take back if nothing comes of it
-            self._lock = open(self.path / "lock", "a")  # noqa: SIM115 - held for as long as the fit lasts
-        except OSError as error:
-            self._remove()
-            raise self._unwritable(error) from error
-        try:
-            self._hold()
-            new += [name for name in ("events.jsonl", "recipe.json") if not os.path.exists(self.path / name)]
-            self._find(recipe, resume, last)
-            if self.checkpoint:  # the run began from those weights, whatever the model that was passed now holds
-                recipe["initial"] = self.checkpoint.about["recipe"]["initial"]
-            self._prepare(recipe, last)
-        except BaseException as error:
-            for name in new if self._held else []:
-                with suppress(OSError):
-                    (self.path / name).unlink()
-            self._remove()
-            self._lock.close()
-            if isinstance(error, OSError):
-                raise self._unwritable(error) from error
-            raise
-        self._begun = self.checkpoint is not None
-        self.writer = Writer(self.path, keep, self._sync)
-
-    def _hold(self) -> None:
-        """Keep other runs out, for as long as the lock file is open."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._held = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / "lock"))
-        except (BlockingIOError, FileNotFoundError):  # held, or taken away by one that had held it
-            pass
-        if not self._held:
-            raise Invalid(f"another run is going on in {self.path}: choose another run_dir, or wait")
-
-    def _prepare(self, recipe: dict[str, Any], last: int) -> None:
-        """Make the folder one of a run that is going on. Killed in between, it can still be resumed."""
-        log, about, found = self.path / "events.jsonl", self.path / "recipe.json", self.checkpoint
-        for file in checkpoint.paths(self.path):  # damaged, or about to be made again
-            if not found or file > checkpoint.path_of(self.path, found.step):
-                file.unlink()
-        for file in (self.path / checkpoint.FOLDER).glob("step-*.safetensors.tmp"):  # half-written
-            file.unlink()
-        if self.log and not (log.exists() and log.read_bytes().startswith(self.log)):
-            checkpoint.write(log, [self.log])
-        elif log.exists():
-            os.truncate(log, len(self.log))
-        if found and not (own := checkpoint.path_of(self.path, found.step)).exists():  # it is that of another folder
-            own.parent.mkdir(exist_ok=True)
-            checkpoint.write(own, checkpoint.pack({**found.about, "recipe": recipe}, found.tensors))
-        text = json.dumps(recipe, indent=2).encode() + b"\n"
-        if not about.exists() or about.read_bytes() != text:
-            checkpoint.write(about, [text])
-        if not found or found.step < last:  # the weights will be others
-            for old in ("weights.safetensors", "average.safetensors"):
-                (self.path / old).unlink(missing_ok=True)
-        self._digest, self._synced = hashlib.sha256(self.log), False
-        self._events = open(log, "ab")  # noqa: SIM115
-
-    def _unwritable(self, error: OSError) -> Invalid:
-        return Invalid(
-            f"run folder {self.path} cannot be written to: {error.strerror or error}; pass another run_dir, or None"
-        )
-
-    def _find(self, recipe: dict[str, Any], resume: Any, last: int) -> None:
-        """Look for the checkpoint to go on from: the newest one that is whole."""
-        there = self.path / "recipe.json"
-        if resume not in ("auto", False):  # a checkpoint, or a run folder
-            given = Path(resume)
-            files = checkpoint.paths(given) if given.is_dir() else [given]
-            home = given if given.is_dir() else given.parent.parent
-            if there.exists() and not (home.exists() and home.samefile(self.path)):
-                raise Invalid(
-                    f"run folder {self.path} already holds another run than {home}: choose another, or delete it"
-                )
-            self._take(files, recipe, (*IMMATERIAL, "initial"), last)
-            if not self.checkpoint:
-                raise Invalid(f"resume: {given} has no checkpoint that can be used")
-            return
-        files = checkpoint.paths(self.path)
-        if not there.exists() and not files:
-            return
-        if resume is False:
-            raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
-        if there.exists():
-            try:
-                old = json.loads(there.read_text())
-            except ValueError as error:
-                raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
-            self._check(recipe, old, self.path, IMMATERIAL)
-        self._take(files, recipe, IMMATERIAL, last)
-        if not self.checkpoint and (self.path / "weights.safetensors").exists() and self._ended():
-            raise Invalid(
-                f"run folder {self.path} holds a finished run without a checkpoint: choose another, or delete it"
-            )
-
-    def _ended(self) -> bool:
-        """Whether the log comes to an end; if not, the run was killed just after its weights were written."""
-        log = self.path / "events.jsonl"
-        return log.exists() and any(event["event"] == "end" for event in events(log.read_bytes()))
-
-    def _check(self, recipe: dict[str, Any], old: dict[str, Any], where: Path, besides: Iterable[str]) -> None:
-        found = differences(recipe, old, besides)
-        if found:
-            hint = (
-                "; the model starts from other weights: seed it before it is made" if "initial is" in found[0] else ""
-            )
-            raise Invalid(
-                f"{where} holds a run of another recipe ({'; '.join(found)}): choose another run_dir, or delete it{hint}"
-            )
-
-    def _take(self, files: list[Path], recipe: dict[str, Any], besides: Iterable[str], last: int) -> None:
-        for file in reversed(files):
-            try:
-                found = checkpoint.read(file)
-                log = (file.parent.parent / "events.jsonl").read_bytes()[: found.about["events"]]
-                if hashlib.sha256(log).hexdigest() != found.about["events_sha256"]:
-                    raise Invalid(f"{file.parent.parent / 'events.jsonl'} does not go with it")
-                prints = [p for event in events(log) if event["event"] == "steps" for p in event["fingerprint"]]
-                if len(prints) != found.step or chain(prints) != found.about["chain"]:
-                    raise Invalid(f"the fingerprints in {file.parent.parent / 'events.jsonl'} are not its own")
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                instead = "the one before it is" if file != files[0] else "and there is none before it"
-                warnings.warn(f"checkpoint {file} cannot be used, {instead}: {error}", stacklevel=6)
-                continue
-            self._check(recipe, found.about["recipe"], file.parent.parent, besides)
-            if found.step > last:
-                raise Invalid(
-                    f"{file.parent.parent} holds this run up to step {found.step}, and max_epochs={recipe['max_epochs']} "
-                    f"ends at step {last}: raise max_epochs, or choose another run_dir"
-                )
-            self.checkpoint, self.log = found, log
-            return
-
-    def __call__(self, event: Event) -> None:
-        try:
-            line = json.dumps(event).encode() + b"\n"
-            self._events.write(line)
-            self._digest.update(line)
-            if event["event"] != "start":
-                self._begun = True
-                self._events.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def save(self, about: dict[str, Any], tensors: Tensors) -> None:
-        """Have a checkpoint written, of which the log up to now is a part."""
-        try:
-            self._events.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
-        log = {"events": self._events.tell(), "events_sha256": self._digest.hexdigest()}
-        self.writer.submit({**about, **log}, tensors)
-
-    def _sync(self) -> None:
-        os.fsync(self._events.fileno())
-        if not self._synced:  # the names of the log and of the folder of checkpoints
-            checkpoint.sync_folder(self.path)
-            self._synced = True
-
-    def weights(self, tensors: Tensors, name: str = "weights.safetensors") -> None:
-        try:
-            checkpoint.write(self.path / name, [plain(tensors)])
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def close(self, failed: bool) -> None:
-        """End the run folder. A fit that failed before anything was learned from it leaves nothing behind."""
-        self.writer.close()
-        with suppress(OSError):  # a full disk has been told of already
-            self._events.close()
-        if failed and not self._begun:
-            for name in ("events.jsonl", "recipe.json", "lock"):
-                (self.path / name).unlink()
-            self._remove()
-        self._lock.close()
-
-    def _remove(self) -> None:
-        for folder in self._made:
-            with suppress(OSError):  # not made, or not empty
-                folder.rmdir()

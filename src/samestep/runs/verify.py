@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from samestep.checks import whole
 from samestep.errors import Invalid
-from samestep.processes.place import MEET, _wait
-from samestep.runs.run import Run, events
-from samestep.training.trainer import OVERRIDES
+from samestep.processes.place import MEET, OVERRIDES, _wait
+from samestep.runs.events import events
+from samestep.runs.run import Run
 
 if TYPE_CHECKING:
     from rich.table import Table

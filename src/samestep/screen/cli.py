@@ -132,7 +132,7 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
 
 
 def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
-    from samestep.training.trainer import OVERRIDES
+    from samestep.processes.place import OVERRIDES
 
     if not script.is_file():
         raise Invalid(f"{script} is not a file")
@@ -238,10 +238,10 @@ def devices() -> None:
     except SamestepError as error:
         out.print(f"{error}\n", markup=False)  # it names an extra in brackets
     versions = {name: backends.installed(name) for name in backends.FRAMEWORKS}
-    asked = {name: _ask(name) for name in backends.available() if versions[name]}  # at once: some take seconds to start
+    asked = {name: _ask(name) for name in versions if versions[name]}  # at once: some take seconds to start
     out.print(f"{'framework':<11} {'version':<15} devices")
     for name, version in versions.items():  # not a table, which would fold what cannot be loaded
-        seen = _answer(asked[name]) if name in asked else "no backend yet" if version else ""
+        seen = _answer(asked[name]) if name in asked else ""
         out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
 
 

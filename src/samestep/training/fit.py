@@ -5,32 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep import backends, draws
-from samestep.backends import Backend, Shape
-from samestep.data.examples import Data, Feed
+from samestep import draws, fingerprint
+from samestep.backends.base import Backend
+from samestep.data.examples import Data
+from samestep.data.feed import Batch
 from samestep.devices import Device
-from samestep.errors import Invalid, NotFinite, ReplicasDiffer
+from samestep.errors import NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
-from samestep.processes.place import World
-from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
-from samestep.runs.run import Event, Run, RunFolder, Tensors, differences, events, fingerprint
+from samestep.processes.world import World
+from samestep.runs.cadence import Cadence
+from samestep.runs.checkpoint import Checkpoint, Tensors, pack, unpack
+from samestep.runs.events import Event, events
+from samestep.runs.folder import RunFolder
+from samestep.runs.run import Run
 from samestep.schedules.rates import Rates
-from samestep.screen.progress import show
 from samestep.shards import cut_pass, tree_sum
-from samestep.training.step import Group
+from samestep.training.evaluation import evaluate, feed_of, probe
+from samestep.training.group import Group
+from samestep.training.progress import show
+from samestep.training.recipe import agree, recipe
+from samestep.training.signals import Signals
 
 if TYPE_CHECKING:
-    from samestep.training.trainer import Trainer
+    from samestep.training.settings import Settings
 
 LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
 
@@ -39,62 +42,49 @@ class Fit:
     """One fit: what it needs while it lasts."""
 
     def __init__(
-        self, trainer: Trainer, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
+        self, settings: Settings, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
     ) -> None:
-        self.trainer, self.backend, self.data, self.devices, self.world = trainer, backend, data, devices, world
-        self.shape = probe(backend, trainer, model, data.train)
+        self.settings, self.backend, self.data, self.devices, self.world = settings, backend, data, devices, world
+        self.shape = probe(backend, settings, model, data.train)
         if data.test:
-            probe(backend, trainer, model, data.test)  # what cannot be evaluated is found before an epoch is spent
-        self.group = trainer._group(backend, model, devices, world)
-        self.batches = cut_pass(len(data.train), trainer.batch_size, trainer.shards)
+            probe(backend, settings, model, data.test)  # what cannot be evaluated is found before an epoch is spent
+        self.group = Group.of(settings, backend, model, devices, world)
+        self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
-        self.rates = Rates(trainer.schedule, backend, updater, steps, trainer.max_epochs, self.shape)
-        self.averager = Averager(trainer.average, first, steps, trainer.max_epochs) if trainer.average else None
-        self.feed = feed_of(backend, trainer, data.train, devices, self.shape)
-        self.test = feed_of(backend, trainer, data.test, devices, self.shape) if data.test else None
-        about = recipe(trainer, backend, model, data, self.shape, first.tensors(), devices[0].kind)
-        about |= {"optimizer": repr(updater), "schedule": repr(self.rates)}
-        self.agree(about)
+        self.rates = Rates(settings.schedule, backend, updater, steps, settings.max_epochs, self.shape)
+        self.averager = Averager(settings.average, first, steps, settings.max_epochs) if settings.average else None
+        self.feed = feed_of(backend, settings, data.train, devices, self.shape)
+        self.test = feed_of(backend, settings, data.test, devices, self.shape) if data.test else None
+        about = agree(recipe(settings, model, data, self.shape, self.group, self.rates), world)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._model = first.model
         self.step = 0  # updates made
-        self.last = steps * trainer.max_epochs
+        self.last = steps * settings.max_epochs
         self.chain = hashlib.sha256()  # of the fingerprints of all steps
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of the steps of this epoch, as far as looked at
-        self.cadence = Cadence(trainer.checkpoint_every, steps)
+        self.cadence = Cadence(settings.checkpoint_every, steps)
         self.folder: RunFolder | None = None
         self.start: Event = {
             "event": "start", "time": time.time(), "devices": self.result.devices, "processes": world.size,
-            "epochs": trainer.max_epochs, "steps_per_epoch": steps, "examples": len(data.train),
-            "shards": trainer.shards, "model": about["model"],
+            "epochs": settings.max_epochs, "steps_per_epoch": steps, "examples": len(data.train),
+            "shards": settings.shards, "model": about["model"],
             "parameters": sum(math.prod(shape) for shape in about["parameters"].values()),
         }  # fmt: skip
 
-    def agree(self, about: dict[str, Any]) -> None:
-        """All processes must follow one recipe. Only the starting weights may differ: those of rank 0 are taken."""
-        everybody = [json.loads(text) for text in self.world.collect(json.dumps(about).encode())]
-        for rank, other in enumerate(everybody):
-            found = differences(other, everybody[0], ("initial",))
-            if found:
-                raise Invalid(
-                    f"rank {rank} has another recipe than rank 0: {'; '.join(found)}".replace(", was ", ", not ")
-                )
-        about["initial"] = everybody[0]["initial"]
-
     def run(self) -> Run:
-        trainer, first, failed = self.trainer, self.world.rank == 0, True
-        display = show(trainer.progress) if first else None
+        settings, first, failed = self.settings, self.world.rank == 0, True
+        display = show(settings.progress) if first else None
         try:
-            if first and trainer.run_dir is not None:
+            if first and settings.run_dir is not None:
                 self.folder = RunFolder(
-                    trainer.run_dir, self.result.recipe, trainer.resume, trainer.keep_checkpoints, self.last
+                    settings.run_dir, self.result.recipe, settings.resume, settings.keep_checkpoints, self.last
                 )
             self.listeners = [listener for listener in (self.folder, display) if listener]
-            with Signals(trainer.run_dir is not None) as self.signals:
+            with Signals(settings.run_dir is not None) as self.signals:
                 self.begin()
-                for epoch in range(self.step // len(self.batches), trainer.max_epochs):
+                for epoch in range(self.step // len(self.batches), settings.max_epochs):
                     self.epoch(epoch)
             self.end()
             failed = False
@@ -167,10 +157,10 @@ class Fit:
         tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
         if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
             raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
-        self.result._tensors, self.result.fingerprint = tensors, fingerprint(tensors)
+        self.result._tensors, self.result.fingerprint = tensors, fingerprint.of_weights(tensors)
         self.result.schedule = self.rates.applied()
         if self.folder:
-            if self.trainer.checkpoint_every is not None:
+            if self.settings.checkpoint_every is not None:
                 self.save()
                 self.folder.writer.flush()  # a run that was killed with its weights and no checkpoint could not go on
             self.folder.weights(tensors)
@@ -186,26 +176,20 @@ class Fit:
 
     def epoch(self, epoch: int) -> None:
         """An epoch, or what is left of it."""
-        trainer, began = self.trainer, time.perf_counter()
+        settings, began = self.settings, time.perf_counter()
         steps = len(self.batches)
         start = self.step - epoch * steps
         rates = self.rates.epoch(epoch)
-        order = draws.order(trainer.seed, epoch, len(self.data.train), trainer.sampling)
-        mine = [
-            batch[shard]
-            for batch in self.batches[start:]
-            for share in self.group.plan(len(batch))[0]
-            for shard in share
-        ]
-        pass_ = self.feed.start(order, mine)
-        keys = draws.keys_from(trainer.seed, self.step, trainer.shards)
+        order = draws.order(settings.seed, epoch, len(self.data.train), settings.sampling)
+        pass_ = self.feed.start(order, self.group.spans_here(self.batches[start:]))
+        keys = draws.keys_from(settings.seed, self.step, settings.shards)
         pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet looked at, on the device
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
             vote = self.world.vote(self.signals.asked)
             if self.averager:
                 self.averager.before(self.step, rates[i])
-            numbers = self.group.step(pass_, spans, next(keys), rates[i], self.step)
+            numbers = self.group.step(Batch(pass_, spans, next(keys)), rates[i], self.step)
             self.step += 1
             if self.averager:
                 self.averager.after(self.step)
@@ -228,7 +212,7 @@ class Fit:
             "test_loss": None, "test_accuracy": None, "seconds": time.perf_counter() - began,
         }  # fmt: skip
         if self.test:
-            row["test_loss"], row["test_accuracy"] = evaluate(trainer, self.group, self.test, self.shape)
+            row["test_loss"], row["test_accuracy"] = evaluate(settings, self.group, self.test, self.shape)
             if not math.isfinite(row["test_loss"]):
                 raise NotFinite(
                     f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
@@ -255,11 +239,9 @@ class Fit:
 
     def look(self, pending: list[tuple[Any, Any]], epoch: int, start: int, rates: list[float]) -> np.ndarray[Any, Any]:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
-        backend, shards = self.backend, self.trainer.shards
-        fetch = getattr(backend, "fetch", lambda vectors: backend.get(backend.concat(vectors)))
-        numbers = fetch([numbers for numbers, _ in pending])
-        prints = fetch([print_ for _, print_ in pending]).view(np.uint64)
-        table = np.asarray(numbers, np.float64).reshape(-1, 2, shards)
+        numbers = self.backend.fetch([numbers for numbers, _ in pending])
+        prints = self.backend.fetch([print_ for _, print_ in pending]).view(np.uint64)
+        table = np.asarray(numbers, np.float64).reshape(-1, 2, self.settings.shards)
         first = epoch * len(self.batches) + start
         if not np.isfinite(table).all():
             step, _, shard = np.argwhere(~np.isfinite(table))[0]
@@ -281,7 +263,7 @@ class Fit:
     def average(self) -> None:
         """Take the averaged weights into the run, and evaluate them."""
         assert self.averager is not None
-        trainer, first, vectors = self.trainer, self.group.replicas[0], self.averager.vectors
+        settings, first, vectors = self.settings, self.group.replicas[0], self.averager.vectors
         if not vectors:
             return  # every rate was zero
         self.result.average = {name: np.array(tensor) for name, tensor in first.tensors(vectors).items()}
@@ -289,8 +271,8 @@ class Fit:
         if self.folder:
             self.folder.weights(self.result.average, "average.safetensors")
         if self.test:
-            group = trainer._group(self.backend, first.model(vectors), self.devices, self.world)
-            loss, accuracy = evaluate(trainer, group, self.test, self.shape)
+            group = Group.of(settings, self.backend, first.model(vectors), self.devices, self.world)
+            loss, accuracy = evaluate(settings, group, self.test, self.shape)
             group.close()
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
 
@@ -300,74 +282,3 @@ class Fit:
                 f"after step {step} the replicas on {', '.join(self.result.devices)} are no longer equal: something outside "
                 "samestep wrote to one of them, or a device computes wrongly"
             )
-
-
-class Signals:
-    """SIGTERM and SIGINT ask the fit to stop after its step; a second SIGINT stops it at once."""
-
-    def __init__(self, wanted: bool) -> None:
-        self.number = 0
-        self._before: dict[int, Any] = {}
-        self._wanted = wanted and threading.current_thread() is threading.main_thread()
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.number)
-
-    def __enter__(self) -> Signals:
-        if self._wanted:
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: object) -> None:
-        if number == signal.SIGINT and self.number:
-            raise KeyboardInterrupt
-        self.number = number
-
-    def end(self) -> None:
-        """End as the signal would have, had nobody caught it. Another process may have got it instead of this one."""
-        if self.number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + (self.number or signal.SIGTERM))
-
-
-def evaluate(trainer: Trainer, group: Group, feed: Feed, shape: Shape) -> tuple[float, float | None]:
-    """Mean loss and accuracy over all examples of a feed, each taken once."""
-    n = len(feed.examples)
-    spans = [span for batch in cut_pass(n, trainer.batch_size, trainer.shards) for span in batch]
-    keys = draws.evaluation_keys(trainer.seed, len(spans))
-    mine = [spans[shard] for share in group.plan(len(spans))[0] for shard in share]
-    table = group.evaluate(feed.start(np.arange(n), mine), spans, keys)
-    accuracy = None if shape.classes is None else float(table[:, 1].sum()) / n
-    return tree_sum(table[:, 0].tolist()) / n, accuracy
-
-
-def probe(backend: Backend, trainer: Trainer, model: Any, examples: Any) -> Shape:
-    x, y = examples.read(np.arange(1))
-    return backend.probe(model, trainer.loss, x, y, f"{examples.name} x")
-
-
-def feed_of(backend: Backend, trainer: Trainer, examples: Any, devices: Sequence[Any], shape: Shape) -> Feed:
-    return Feed(backend, examples, devices, shape.classes if trainer.loss is None else None)
-
-
-def recipe(
-    trainer: Trainer, backend: Backend, model: Any, data: Data, shape: Shape, tensors: Any, kind: str
-) -> dict[str, Any]:
-    """All that decides the result of a fit, but for optimizer and schedule. Of the devices, only the kind is in it."""
-    from samestep import __version__
-
-    return {
-        "samestep": __version__, "framework": backend.name, "version": backends.installed(backend.name), "device": kind,
-        "model": backend.describe(model), "parameters": {name: list(t.shape) for name, t in tensors.items()},
-        "initial": fingerprint(tensors), "precision": shape.dtype,
-        "train": data.train.identity(), "test": data.test.identity() if data.test else None,
-        **{name: getattr(trainer, name) for name in ("max_epochs", "batch_size", "shards", "seed", "sampling",
-           "gradient_clip_val", "threads_per_shard", "deterministic")},
-        "average": repr(trainer.average), "loss": getattr(trainer.loss, "__qualname__", None)
-        or re.sub(r" at 0x[0-9a-f]+", "", repr(trainer.loss)),  # where it lies in memory is not part of the recipe
-    }  # fmt: skip

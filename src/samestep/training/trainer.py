@@ -1,34 +1,27 @@
-"""The Trainer: what a user decides, checked, and what can be done with it. The loop itself is in fit.py."""
+"""The Trainer: what can be done with a user's settings. The loop itself is in fit.py."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
-from samestep import backends, draws
-from samestep.backends import Backend
-from samestep.checks import whole
+from samestep import backends
+from samestep.backends.base import Backend
 from samestep.data.examples import Arrays, Data
 from samestep.devices import Device, resolve
-from samestep.errors import Invalid, WrongType
-from samestep.optimizers.averaging import Average
-from samestep.optimizers.rules import sgd
-from samestep.processes.place import World, find
-from samestep.runs.checkpoint import parse
+from samestep.processes.place import find
+from samestep.processes.world import World
 from samestep.runs.run import Run
-from samestep.schedules.rates import check_schedule, rate
-from samestep.training.fit import Fit, evaluate, feed_of, probe
-from samestep.training.step import Group
-
-OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in its Trainer
+from samestep.training.evaluation import evaluate, feed_of, probe
+from samestep.training.fit import Fit
+from samestep.training.group import Group
+from samestep.training.settings import Settings
 
 
 @dataclass
-class Trainer:
+class Trainer(Settings):
     """Trains a model on any number of devices, with the same result to the last bit on any number of them.
 
     max_epochs         passes over the data
@@ -55,76 +48,6 @@ class Trainer:
     timeout            with several processes, after how many seconds without an answer one is given up
     num_gpus           the chapters' name for `devices`: so many GPUs (or replicas on the CPU, if there is none), 0 for the CPU
     """
-
-    max_epochs: int = 10
-    batch_size: int = 256
-    _: KW_ONLY
-    shards: int = 8
-    devices: Any = "auto"
-    optimizer: Any = field(default_factory=sgd)
-    schedule: Any = None
-    gradient_clip_val: float = 0.0
-    seed: int = 0
-    average: Average | None = None
-    run_dir: str | os.PathLike[str] | None = None
-    checkpoint_every: int | str | None = "1 epoch"
-    keep_checkpoints: int = 3
-    resume: str | os.PathLike[str] | bool = "auto"
-    progress: bool | None = None
-    threads_per_shard: int = 1
-    loss: Callable[[Any, Any], Any] | None = None
-    sampling: str = "without_replacement"
-    capture: bool = True
-    deterministic: bool = True
-    timeout: float = 300.0
-    num_gpus: int | None = None
-
-    def __post_init__(self) -> None:
-        names = {f.name for f in fields(self)}
-        overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
-        for name, value in overrides.items():
-            if name not in names:
-                raise Invalid(f"{OVERRIDES}: Trainer has no {name!r}")
-            setattr(self, name, value)
-        if "devices" in overrides:
-            self.num_gpus = None  # the script's other word for it
-        if self.num_gpus is not None:
-            self.num_gpus = whole("", "num_gpus", self.num_gpus)
-            self.devices = self.num_gpus or "cpu"
-        for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
-            setattr(self, name, whole("", name, getattr(self, name), 1))
-        self.seed = whole("", "seed", self.seed, most=2**64 - 1)
-        uncalled = getattr(self.optimizer, "__module__", None) == sgd.__module__  # samestep.sgd without its ()
-        theirs = (callable(self.optimizer) and not uncalled) or hasattr(self.optimizer, "step")
-        theirs = theirs or (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update"))  # optax
-        theirs = theirs or hasattr(self.optimizer, "apply_gradients")  # Keras
-        theirs = theirs or hasattr(self.optimizer, "create_state")  # MXNet
-        if not hasattr(self.optimizer, "slots") and not theirs:
-            raise WrongType(
-                "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
-                f"makes one from parameters, got {self.optimizer!r}"
-            )
-        self.schedule = check_schedule(self.schedule)
-        if not isinstance(self.average, (Average, type(None))):
-            raise WrongType(f"average must be samestep.swa(...) or samestep.path_average(), got {self.average!r}")
-        self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
-        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
-            raise WrongType(f"run_dir must be a path or None, got run_dir={self.run_dir!r}")
-        if self.checkpoint_every is not None:
-            parse(self.checkpoint_every)
-        if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
-            raise WrongType(f"resume must be 'auto', False or a path, got resume={self.resume!r}")
-        if self.resume not in ("auto", False) and not os.path.exists(self.resume):
-            raise Invalid(f"resume: {self.resume} is not there")
-        if self.resume not in ("auto", False) and self.run_dir is None:
-            raise Invalid("resume needs a run_dir to go on in: the folder of the run, or a new one")
-        self.timeout = rate("timeout", self.timeout)
-        if not self.timeout:
-            raise Invalid("timeout must be above 0, got timeout=0")
-        if self.loss is not None and not callable(self.loss):
-            raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
-        if self.sampling not in draws.SAMPLINGS:
-            raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={self.sampling!r}")
 
     def fit(self, model: Any, data: Any) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was."""
@@ -154,7 +77,7 @@ class Trainer:
         with self._session(backend) as (devices, world):
             examples = data.test or data.train
             shape = probe(backend, self, model, examples)
-            group = self._group(backend, model, devices, world)
+            group = Group.of(self, backend, model, devices, world)
             group.follow()
             feed = feed_of(backend, self, examples, devices, shape)
             try:
@@ -175,10 +98,6 @@ class Trainer:
         backend = backends.of_model(model)
         device = resolve(self.devices, self.shards, backend)[0]
         return backend.replica(model, self.loss, device, self.shards).model()
-
-    def _group(self, backend: Backend, model: Any, devices: Sequence[Any], world: World) -> Group:
-        replicas = [backend.replica(model, self.loss, device, self.shards, self.capture) for device in devices]
-        return Group(backend, replicas, self.optimizer, self.shards, self.gradient_clip_val, self.seed, world)
 
 
 def as_data(data: Any) -> Data:

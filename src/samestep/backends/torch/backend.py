@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.nn.parameter import UninitializedParameter
 
-from samestep.backends import Shape
+from samestep.backends.base import Backend, Shape, Task
 from samestep.backends.probing import check_examples, check_output, check_weights, convert
-from samestep.backends.torch.replica import TorchReplica, sum_of_losses
+from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.updater import TorchUpdater
-from samestep.backends.workers import Crew
 from samestep.devices import Device, cpu, gpu, host_memory
-from samestep.errors import Invalid, NotDeterministic, OutOfMemory
-from samestep.processes.place import Place, World
+from samestep.errors import Invalid, NotDeterministic
+from samestep.processes.place import Place
+from samestep.processes.world import World
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+MORE = "more memory than there is"
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     name = "torch"
-    version = torch.__version__
-
-    def __init__(self) -> None:
-        self._crew = Crew()
 
     # Devices
 
@@ -51,11 +49,14 @@ class TorchBackend:
     def owns(self, thing: object) -> bool:
         return isinstance(thing, (torch.Tensor, torch.nn.Module))
 
+    def is_array(self, thing: object) -> bool:
+        return isinstance(thing, torch.Tensor)
+
     def device_of(self, array: Any) -> Device:
         return Device.of(str(array.device)) if isinstance(array, torch.Tensor) else cpu()
 
     def put(self, array: Any, device: Device) -> Any:
-        self._must_exist(device)
+        self.require(device)
         if not isinstance(array, torch.Tensor):
             array = torch.from_numpy(np.require(array, requirements=["C", "W"]))
         if self.device_of(array) == device:
@@ -65,10 +66,8 @@ class TorchBackend:
     def get(self, array: Any) -> np.ndarray[Any, Any]:
         return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
 
-    place = put
-
     def copy(self, array: Any, device: Device, gradient: bool = False) -> Any:
-        self._must_exist(device)
+        self.require(device)
         new = torch.as_tensor(array).detach().to(str(device), copy=True)
         if gradient:
             new.requires_grad_()
@@ -79,9 +78,6 @@ class TorchBackend:
         with torch.no_grad():
             array.copy_(value)
         return array
-
-    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
-        return array.reshape(shape)
 
     def take(self, array: Any, index: Any) -> Any:
         # A fresh allocation: the shard's memory is aligned alike, wherever in the data its examples lie.
@@ -106,7 +102,7 @@ class TorchBackend:
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         prepare = partial(torch.set_num_threads, threads)
         # One thread alone is better the caller's: in others, malloc gives large blocks back, and they are made anew each time.
-        with self._crew.at_work(devices, threads, prepare, least=2), self._settings(devices, deterministic, threads):
+        with self.workers.at_work(devices, threads, prepare, least=2), self._settings(devices, deterministic, threads):
             yield
 
     @contextmanager
@@ -121,7 +117,7 @@ class TorchBackend:
         torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
         if devices[0].kind == "cpu":
             # Beside others: the helpers of a second team would spin between its calls and take the workers' cores.
-            torch.set_num_threads(1 if self._crew.hired else threads)
+            torch.set_num_threads(1 if self.workers.there else threads)
         try:
             yield
         finally:
@@ -132,14 +128,11 @@ class TorchBackend:
             for device, state in zip((d for d in devices if d.kind == "cuda"), noise[1], strict=True):
                 torch.cuda.set_rng_state(state, device.index)
 
-    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        with explained():
-            return self._crew.map(tasks)
+    def map(self, tasks: Sequence[Task]) -> list[Any]:
+        with self.explained():
+            return self.workers.map(tasks)  # one alone, too: this thread may compute with another number of threads
 
     # Models
-
-    def describe(self, model: torch.nn.Module) -> str:
-        return type(model).__name__
 
     def probe(
         self, model: torch.nn.Module, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x"
@@ -155,10 +148,10 @@ class TorchBackend:
                    if b is not None and not lazy]  # fmt: skip
         model.eval()
         try:
-            with torch.no_grad(), explained():
+            with torch.no_grad(), self.explained():
                 output = model(self.put(x, device))
                 if loss is not None:
-                    sum_of_losses(loss, output, self.put(y, device))
+                    self.sum_of_losses(loss, output, self.put(y, device))
         except RuntimeError as error:
             if x.dtype.kind != "f" and re.search("dtype|scalar type|Input type", str(error)):
                 raise convert(name, x, dtype) from error
@@ -170,17 +163,16 @@ class TorchBackend:
                 module._buffers[key] = buffer.copy_(value)
             if not lazy:  # making lazy weights is the one draw that belongs to the user's generator
                 torch.random.set_rng_state(noise)
-        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
-        return check_output("tensor", shape, type(output).__name__, y, loss, dtype)
+        return check_output(self, output, y, loss, dtype)
 
     def replica(
         self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
     ) -> TorchReplica:
-        with explained():
-            return TorchReplica(model, loss, device, shards, capture)
+        with self.explained():
+            return TorchReplica(self, model, loss, device, shards, capture)
 
-    def updater(self, optimizer: Any, replica: TorchReplica) -> TorchUpdater:
-        return TorchUpdater(optimizer, replica)
+    def updater(self, optimizer: Any, replica: TorchReplica, clip: float) -> TorchUpdater:
+        return TorchUpdater(optimizer, replica, clip)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         from samestep.schedules.exports.torch import read
@@ -192,43 +184,41 @@ class TorchBackend:
 
         return join(place, timeout, devices)
 
-    def _must_exist(self, device: Device) -> None:
-        if device.index >= (torch.cuda.device_count() if device.kind == "cuda" else 1):
-            raise Invalid(
-                f"device {device} is not there: torch sees {', '.join(map(str, self.devices()))} on this machine"
-            )
+    # Losses
 
+    def cross_entropy(self, output: Any, y: Any) -> Any:
+        return F.cross_entropy(output, y, reduction="sum")
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Turn PyTorch's errors that have a known remedy into samestep's, which name it."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
+    def count_hits(self, output: Any, y: Any) -> Any:
+        return (output.detach().argmax(1) == y).sum()
+
+    def zero(self, like: Any) -> Any:
+        return torch.zeros((), device=like.device)
+
+    # Errors
+
+    def explain(self, error: Exception) -> Exception | None:
+        if not isinstance(error, (RuntimeError, ValueError)):
+            return None
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-            found = ASKED.search(text)
-            asked = found[1] if found else "more memory than there is"
-            device = re.search(r"GPU (\d+)", text)
-            raise OutOfMemory(
-                f"{f'cuda:{device[1]}' if device else 'cpu'} ran out of memory when {asked} were asked for: "
-                "raise shards (smaller shards need less), or lower the batch size"
-            ) from error
+            asked, gpu = ASKED.search(text), re.search(r"GPU (\d+)", text)
+            return self.out_of_memory(f"cuda:{gpu[1]}" if gpu else "cpu", asked[1] if asked else MORE)
         if (
             "does not have a deterministic implementation" in text
             or "deterministic behavior was enabled" in text.lower()
         ):
             operation = text.split(" does not have")[0].split()[-1]
-            raise NotDeterministic(
+            return NotDeterministic(
                 f"{operation} has no deterministic kernel in torch {torch.__version__}: use another operation, "
                 "or Trainer(deterministic=False), which gives up sameness"
-            ) from error
+            )
         if "Expected more than 1 value per channel when training" in text:
-            raise Invalid(
+            return Invalid(
                 "batch norm needs more than one value per channel in every shard: lower shards or raise the batch size "
                 f"({text})"
-            ) from error
-        raise
+            )
+        return None
 
 
-backend = TorchBackend()
+backend: Backend = TorchBackend()

@@ -2,55 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import torch
 
-from samestep.backends import Deliver
+from samestep.backends.torch.flat import TorchLayout
+from samestep.shards import Span
 
-if TYPE_CHECKING:
-    from samestep.backends.torch.replica import TorchReplica
+LEAST = 1 << 20  # numbers; bands of this size are sent while others are computed, smaller vectors as a whole
+
+
+def bands_of(layout: TorchLayout, size: int) -> list[Span]:
+    """The weights in ranges of at least LEAST numbers, last layers first, and at the end what follows the weights."""
+    if layout.size < 2 * LEAST:
+        return [(0, size)]
+    edges = [layout.size]
+    for start, _ in reversed(layout.spans):
+        if edges[-1] - start >= LEAST or not start:
+            edges.append(start)
+    return [*((lo, hi) for hi, lo in pairwise(edges)), (layout.size, size)]
 
 
 class Bands:
     """Hands on the bands of one shard's vector while the backward pass goes on."""
 
-    def __init__(self, replica: TorchReplica, deliver: Deliver) -> None:
-        self.replica, self.deliver = replica, deliver
-        self.vector = torch.empty(replica.size, dtype=replica.parameters.dtype, device=replica.parameters.device)
-        self._band = [next(i for i, (lo, hi) in enumerate(replica.bands) if lo <= piece.start < hi)
-                      for piece in replica.weights.pieces]  # fmt: skip
+    def __init__(
+        self,
+        layout: TorchLayout,
+        bands: Sequence[Span],
+        vector: torch.Tensor,
+        deliver: Callable[[torch.Tensor, int], None],
+    ) -> None:
+        self.layout, self.bands, self.vector, self.deliver = layout, bands, vector, deliver
+        self._band = [next(i for i, (lo, hi) in enumerate(bands) if lo <= start < hi) for start, _ in layout.spans]
         self._missing = set(range(len(self._band)))
 
     def take(self, i: int, gradient: torch.Tensor | None) -> None:
         """The gradient of parameter i is there (None: it has none)."""
-        piece, band = self.replica.weights.pieces[i], self._band[i]
+        (lo, hi), band = self.layout.spans[i], self._band[i]
         if i in self._missing:
             with torch.no_grad():
-                self.vector[piece.stop : piece.stop + piece.pad].zero_()
+                self.vector[self.layout.padding[i]].zero_()
                 if gradient is None:
-                    self.vector[piece.start : piece.stop].zero_()
+                    self.vector[lo:hi].zero_()
                 else:
-                    self.vector[piece.start : piece.stop].copy_(piece.flatten(gradient))
+                    self.vector[lo:hi].copy_(self.layout.flatten(i, gradient))
             self._missing.remove(i)
             if not any(self._band[j] == band for j in self._missing):
-                self.deliver(band, self.vector[slice(*self.replica.bands[band])])
+                self.deliver(self.vector[slice(*self.bands[band])], band)
 
     def close(self) -> None:
         """The backward pass is over: parameters that it did not come to have no gradient."""
         for i in sorted(self._missing, reverse=True):
             self.take(i, None)
 
-    def finish(self, rest: list[torch.Tensor]) -> torch.Tensor:
+    def finish(self, rest: list[torch.Tensor]) -> None:
         """The band after the weights."""
-        last = len(self.replica.bands) - 1
-        tail = self.vector[slice(*self.replica.bands[last])]
+        last = len(self.bands) - 1
+        tail = self.vector[slice(*self.bands[last])]
         torch.cat(rest, out=tail)
-        self.deliver(last, tail)
-        return self.vector
+        self.deliver(tail, last)
 
 
 @contextmanager

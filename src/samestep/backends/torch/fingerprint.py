@@ -1,4 +1,4 @@
-"""The fingerprints of PyTorch's vectors: on a CPU in their own memory (bits.py), on a GPU there. Both give the same number."""
+"""The fingerprint of PyTorch's vectors after a step: on a CPU in their own memory, on a GPU there. Both agree."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from samestep import fingerprint as bits
+from samestep.fingerprint import COLUMNS, WORD, Fingerprint, odd
 
 
-class PrintOnHost(bits.Print):
+class OnHost(Fingerprint):
     """With PyTorch's sums, which take as many threads as the model does."""
 
     def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
@@ -23,44 +23,40 @@ class PrintOnHost(bits.Print):
             torch.sum(rows, 0, out=down)
 
 
-class Print:
+class VectorFingerprint:
     """The fingerprint of vectors that stay where they are: one number of 64 bits for all of them, on their device."""
 
     def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
-        self._on_host = PrintOnHost(vectors) if vectors[0].device.type == "cpu" else None
+        self._on_host = OnHost(vectors) if vectors[0].device.type == "cpu" else None
         self._on_gpu = [] if self._on_host else [laid_out(vector.view(torch.uint8)) for vector in vectors]
 
     def __call__(self) -> torch.Tensor:
         return torch.from_numpy(self._on_host()) if self._on_host else on_gpu(self._on_gpu)
 
 
-def fingerprint(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return Print(vectors)()
-
-
 Rows = tuple[torch.Tensor, torch.Tensor]  # the words of a vector in rows of COLUMNS, and the bytes of what is left over
 
 
 def laid_out(raw: torch.Tensor) -> Rows:
-    whole = len(raw) // (bits.COLUMNS * bits.WORD) * bits.COLUMNS * bits.WORD
-    return raw[:whole].view(torch.int64).view(-1, bits.COLUMNS), raw[whole:]
+    whole = len(raw) // (COLUMNS * WORD) * COLUMNS * WORD
+    return raw[:whole].view(torch.int64).view(-1, COLUMNS), raw[whole:]
 
 
 @functools.cache
 def odd_on(device: torch.device, count: int) -> torch.Tensor:
-    return torch.from_numpy(bits.odd(count)).to(device)
+    return torch.from_numpy(odd(count)).to(device)
 
 
 def on_gpu(vectors: Sequence[Rows]) -> torch.Tensor:
-    """What bits.fingerprint gives, computed by PyTorch where the vectors are."""
+    """What fingerprint.of_vectors gives, computed by PyTorch where the vectors are."""
     words = torch.cat([part for vector in vectors for part in sums(*vector)])
     both = torch.cat([words, words >> 32])
     return (both * odd_on(both.device, len(both))).sum().view(1)
 
 
 def sums(rows: torch.Tensor, rest: torch.Tensor) -> list[torch.Tensor]:
-    if len(rest) % bits.WORD:
-        rest = torch.nn.functional.pad(rest, (0, -len(rest) % bits.WORD))
+    if len(rest) % WORD:
+        rest = torch.nn.functional.pad(rest, (0, -len(rest) % WORD))
     if not len(rows):
         return [rest.view(torch.int64)]
     return [rest.view(torch.int64), rows.sum(1), rows.sum(0)]

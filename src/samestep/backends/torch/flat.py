@@ -1,55 +1,59 @@
-"""Tensors of a PyTorch model as views of one flat vector: where each lies in it, and in which order."""
+"""Tensors of a PyTorch model as views of one flat vector."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from samestep.backends.layout import places
+from samestep.backends.layout import Layout, aligned
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where one tensor lies in a flat vector, in the order of its own memory (channels-last stays channels-last)."""
+class TorchLayout(Layout):
+    """A layout in which each tensor keeps the order of its own memory: channels-last stays channels-last."""
 
-    start: int
-    stop: int
-    pad: int
-    order: tuple[int, ...]  # of dimensions, from the slowest to the fastest
-    shape: tuple[int, ...]  # in that order
+    orders: tuple[tuple[int, ...], ...] = ()  # of the dimensions of each tensor, from the slowest to the fastest
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat[self.start : self.stop].view(self.shape).permute(back)
+    @staticmethod
+    def of(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> TorchLayout:
+        orders = []
+        for tensor in tensors:
+            order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+            orders.append(order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim)))
+        first, shapes = tensors[0], tuple(tuple(tensor.shape) for tensor in tensors)
+        real, unit = first.is_floating_point(), aligned(first.element_size())
+        return TorchLayout(tuple(names), shapes, str(first.dtype).removeprefix("torch."), real, unit, tuple(orders))
 
-    def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        return strided(tensor).permute(self.order).reshape(-1)
+    def cut(self, vector: Any) -> list[Any]:
+        views = []
+        for (lo, hi), shape, order in zip(self.spans, self.shapes, self.orders, strict=True):
+            inner = vector[lo:hi].reshape([shape[d] for d in order])
+            back = sorted(range(len(order)), key=order.__getitem__)
+            views.append(inner.permute(back) if isinstance(inner, torch.Tensor) else inner.transpose(back))
+        return views
 
-
-def pieces(tensors: Sequence[torch.Tensor]) -> list[Piece]:
-    spans, size = places([tensor.numel() for tensor in tensors], tensors[0].element_size())
-    found = []
-    for tensor, (start, stop), (end, _) in zip(tensors, spans, [*spans[1:], (size, size)], strict=True):
-        order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-        if not tensor.permute(order).is_contiguous():
-            order = tuple(range(tensor.ndim))
-        found.append(Piece(start, stop, end - stop, order, tuple(tensor.shape[d] for d in order)))
-    return found
+    def flatten(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensor i as its part of the vector."""
+        return dense(tensor).permute(self.orders[i]).reshape(-1)
 
 
 class Flat:
-    """Tensors of one type as views of one flat vector."""
+    """A vector of tensors, and views of each."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self.pieces = pieces(tensors)
-        end = self.pieces[-1]
-        self.vector = torch.zeros(end.stop + end.pad, dtype=tensors[0].dtype, device=device)
-        self.views = [piece.view(self.vector) for piece in self.pieces]
-        for view, tensor in zip(self.views, tensors, strict=True):
+    def __init__(self, layout: TorchLayout, vector: torch.Tensor) -> None:
+        self.layout, self.vector = layout, vector
+        self.views: list[torch.Tensor] = layout.cut(vector)
+
+    @staticmethod
+    def of(names: Sequence[str], tensors: Sequence[torch.Tensor], device: torch.device) -> Flat:
+        layout = TorchLayout.of(names, tensors)
+        flat = Flat(layout, torch.zeros(layout.size, dtype=tensors[0].dtype, device=device))
+        for view, tensor in zip(flat.views, tensors, strict=True):
             view.copy_(tensor)
+        return flat
 
     def move(self, delta: torch.Tensor) -> None:
         """Add the mean over the examples of the changes that the shards have seen."""
@@ -58,17 +62,16 @@ class Flat:
         else:  # a counter changes alike in every shard, so the mean is the change
             self.vector.copy_(self.vector.long() + delta.round().long())
 
+    def change_from(self, start: torch.Tensor) -> torch.Tensor:
+        if self.vector.is_floating_point():
+            return self.vector - start
+        return self.vector.long() - start.long()
+
     def twin(self) -> Flat:
-        """The same places in a vector of its own."""
-        new = copy.copy(self)
-        new.vector = self.vector.clone()
-        new.views = [piece.view(new.vector) for piece in new.pieces]
-        return new
+        """The same tensors in a vector of its own."""
+        return Flat(self.layout, self.vector.clone())
 
 
-def strided(gradient: torch.Tensor) -> torch.Tensor:
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as a plain tensor: that of a sparse embedding is not."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
-
-
-def change(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    return now - before if now.is_floating_point() else now.long() - before.long()

@@ -1,30 +1,26 @@
 """Random numbers of a shard's own in PyTorch: dropout and other noise are drawn from key(seed, step, shard).
 
 On a GPU one thread launches everything, so its generator is seeded before each shard. On the CPU several threads share
-PyTorch's one generator, so there are three ways, each slower and more general than the one before, and all drawing the same
-numbers:
-
-    FREE    the model draws nothing
-    OWN     every thread draws from a generator of its own, handed to each operation as it is called
-    ALONE   one shard at a time, with the shared generator: torch.utils.checkpoint draws again in the backward pass, and
-            some operations take no generator
-
-The first shard is computed in the second way, alone, to see which one will do.
+PyTorch's one generator (backends/noise.py says in which ways). Threads are kept apart by a generator of their own, which is
+handed to each operation as it is called. That does not do for torch.utils.checkpoint, which draws again in the backward pass,
+nor for the few operations that take no generator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.backends.workers import Access
+from samestep.backends.noise import ALONE, APART, FREE, Noise, R, Result, T
 
-T = TypeVar("T")
-R = TypeVar("R")
-FREE, OWN, ALONE = range(3)
+
+def seed_gpu(key: int, device: torch.device) -> None:
+    """The numbers of the next shard on a GPU are drawn from this key."""
+    torch.default_generator.manual_seed(key)
+    torch.cuda.default_generators[device.index or 0].manual_seed(key)
 
 
 class DrawnElsewhere(Exception):
@@ -51,48 +47,29 @@ class OwnGenerator(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Noise:
-    """Gives the shards of one replica their random numbers."""
+class TorchNoise(Noise):
+    after_free = APART
 
-    _generator = Access()  # to PyTorch's shared generator, by all replicas
+    def first(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[int, Result[R]]:
+        result, drawn = self._own(key, forward, backward)
+        return ALONE if result is None else APART if drawn else FREE, result
 
-    def __init__(self, place: torch.device) -> None:
-        self.place = place
-        self.way: int | None = None
+    def position(self) -> torch.Tensor:
+        return torch.default_generator.get_state()
 
-    def seed(self, key: int) -> None:
-        """On a GPU: the numbers of the next shard are drawn from this key."""
+    def is_at(self, position: torch.Tensor) -> bool:
+        return torch.equal(position, self.position())
+
+    def apart(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> Result[R]:
+        with self.generator.shared():
+            result, _ = self._own(key, forward, backward)
+            return result
+
+    def alone(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
         torch.default_generator.manual_seed(key)
-        torch.cuda.default_generators[self.place.index or 0].manual_seed(key)
+        return backward(forward())
 
-    def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
-        """On the CPU: backward(forward()), with the numbers that both draw taken from this key."""
-        if self.way is None:
-            with self._generator.alone():
-                if self.way is None:
-                    result, drawn = self._own(key, forward, backward)
-                    self.way = ALONE if result is None else OWN if drawn else FREE
-                    if result is not None:
-                        return result[0]
-        shared = torch.default_generator
-        if self.way == FREE:
-            with self._generator.shared():
-                before = shared.get_state()
-                outcome = forward()
-                if torch.equal(before, shared.get_state()):
-                    return backward(outcome)
-            self.way = OWN  # it draws after all
-        if self.way == OWN:
-            with self._generator.shared():
-                result, _ = self._own(key, forward, backward)
-            if result is not None:
-                return result[0]
-            self.way = ALONE
-        with self._generator.alone():
-            shared.manual_seed(key)
-            return backward(forward())
-
-    def _own(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[tuple[R] | None, bool]:
+    def _own(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[Result[R], bool]:
         """The result, or None if a number was drawn elsewhere; and whether any was drawn."""
         with OwnGenerator(key) as mode:
             try:

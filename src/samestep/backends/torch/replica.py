@@ -1,213 +1,162 @@
 """One whole copy of a PyTorch model on one device: a shard's gradient as one flat vector.
 
-The trained parameters are views of one flat vector, the buffers of another. What computes is a *lane*: a copy of the
-module whose parameters are views of the replica's vector and whose buffers are its own, so that several threads can
-compute shards of one replica side by side without seeing each other.
+The trained parameters are views of one flat vector, the buffers of others, one for each type. Lanes compute (lane.py).
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from samestep.backends import Deliver, Tensors
-from samestep.backends.layout import ALIGN
-from samestep.backends.torch.bands import Bands, watched
-from samestep.backends.torch.fingerprint import Print
-from samestep.backends.torch.flat import Flat, change, strided
-from samestep.backends.torch.noise import Noise
+from samestep.backends.base import Replica, Sums, Task
+from samestep.backends.layout import ALIGN, Tensors
+from samestep.backends.torch.bands import Bands, bands_of, watched
+from samestep.backends.torch.fingerprint import VectorFingerprint
+from samestep.backends.torch.flat import Flat
+from samestep.backends.torch.lane import Lane
+from samestep.backends.torch.noise import TorchNoise, seed_gpu
 from samestep.backends.torch.recorder import Recorder
 from samestep.devices import Device
-from samestep.errors import Invalid, WrongType
-from samestep.optimizers.rules import Descent
+from samestep.shards import Span
 
 if TYPE_CHECKING:
-    from samestep.data.examples import Pass
-    from samestep.shards import Span
+    from samestep.backends.base import Backend
+    from samestep.data.feed import Batch
 
-BAND = 1 << 20  # numbers; bands of this size are sent while others are computed, smaller vectors as a whole
-
-
-@dataclass
-class Lane:
-    module: torch.nn.Module
-    parameters: list[torch.nn.Parameter]
-    buffers: list[Flat]
-    modes: list[bool]
-    constants: dict[str, tuple[torch.Tensor, int]]  # with the version each had at the start
-    homes: list[tuple[torch.nn.Module, str, torch.Tensor]]  # module, name and tensor of every buffer
-    training: bool = True
-    bands: Bands | None = None  # of the shard that is being computed, if they are wanted one by one
-
-    def settle(self) -> None:
-        """Bring home the buffers that the forward pass has put others in the place of (self.n = self.n + 1)."""
-        for module, name, home in self.homes:
-            now = module._buffers.get(name)
-            if now is not home:
-                if now is None or now.shape != home.shape or now.dtype != home.dtype:
-                    raise Invalid(f"the forward pass has put something else in the place of the buffer {name!r}")
-                with torch.no_grad():
-                    home.copy_(now)
-                module._buffers[name] = home
-
-    def train(self, training: bool) -> None:
-        """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
-        if training != self.training:
-            self.training = training
-            for module, mode in zip(self.module.modules(), self.modes, strict=True):
-                module.training = training and mode
+Pieces = tuple[torch.Tensor, ...]
 
 
-class TorchReplica:
-    def __init__(self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True) -> None:
-        self.device, self.loss, self.shards = device, loss, shards
-        self._model, self._place = model, torch.device(str(device))
+class TorchReplica(Replica):
+    def __init__(
+        self, backend: Backend, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
+    ) -> None:
+        super().__init__(backend, loss, device, shards)
+        self._model, self._native = model, torch.device(str(device))
         with torch.no_grad():
-            trained = [p for p in model.parameters() if p.requires_grad]
-            frozen = [p for p in model.parameters() if not p.requires_grad]
-            kept = {id(t) for t in model.state_dict(keep_vars=True).values()}
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            kept = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+            known = {id(t): name for name, t in [*reversed(kept.items()), *trained.items()]}  # a tensor's one name
             buffers: dict[torch.dtype, list[torch.Tensor]] = {}
             for buffer in model.buffers():
-                if id(buffer) in kept:
+                if id(buffer) in known:
                     buffers.setdefault(buffer.dtype, []).append(buffer)
-            self.weights = Flat(trained, self._place)
-            self.buffers = [Flat(group, self._place) for group in buffers.values()]
-            self.parameters = self.weights.vector
-            self.gaps = [slice(piece.stop, piece.stop + piece.pad) for piece in self.weights.pieces]
+            self.weights = Flat.of(list(trained), list(trained.values()), self._native)
+            self.buffers = [Flat.of([known[id(b)] for b in group], group, self._native) for group in buffers.values()]
             # Original tensor → ours. What is neither trained nor a kept buffer never changes: one copy serves all lanes.
-            self._ours = dict(zip(map(id, trained), self.weights.views, strict=True))
-            for group, flat in zip(buffers.values(), self.buffers, strict=True):
+            self._ours = {}
+            for group, flat in zip(
+                [[*trained.values()], *buffers.values()], [self.weights, *self.buffers], strict=True
+            ):
                 self._ours |= zip(map(id, group), flat.views, strict=True)
-            for tensor in [*frozen, *(b for b in model.buffers() if id(b) not in kept)]:
-                self._ours[id(tensor)] = tensor.detach().to(self._place, copy=True)
-        self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.parameters.dtype, device=self._place)
+            constant = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in self._ours]
+            self._ours |= {id(t): t.detach().to(self._native, copy=True) for t in constant}
+        self._constants = {known[id(t)]: self._ours[id(t)] for t in constant if id(t) in known}
+        self._known = known
+        self.names = {name: known[id(t)] for name, t in kept.items()}
+        self.layouts = [flat.layout for flat in [self.weights, *self.buffers]]
+        self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.weights.vector.dtype, device=self._native)
         self._lanes: dict[int, Lane] = {}
         self._making = threading.Lock()
-        self._noise = Noise(self._place)
-        self._print = Print([flat.vector for flat in [self.weights, *self.buffers]])
+        self._noise = TorchNoise()
+        self._fingerprint = VectorFingerprint(self.vectors)
         self._recorder = Recorder(capture)
-        self.size = len(self.parameters) + sum(len(flat.vector) for flat in self.buffers) + 2 * shards
-        self.bands = [(0, self.size)] if len(self.parameters) < 2 * BAND else self._cut()
+        self._bands = bands_of(self.weights.layout, self.size)
 
-    def _cut(self) -> list[tuple[int, int]]:
-        """The weights in ranges of at least BAND numbers, last layers first, and at the end what follows the weights."""
-        edges = [len(self.parameters)]
-        for piece in reversed(self.weights.pieces):
-            if edges[-1] - piece.start >= BAND or not piece.start:
-                edges.append(piece.start)
-        return [*((lo, hi) for hi, lo in itertools.pairwise(edges)), (len(self.parameters), self.size)]
+    @property
+    def bands(self) -> Sequence[Span]:
+        return self._bands
+
+    @property
+    def vectors(self) -> list[torch.Tensor]:
+        return [self.weights.vector, *(flat.vector for flat in self.buffers)]
 
     # One shard
 
-    def gradient(
-        self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int, deliver: Deliver | None = None
-    ) -> torch.Tensor:
-        lane = self._lane(training=True)
-        lane.bands = Bands(self, deliver) if deliver else None
-        zeros, last = self._zeros, self.shards - 1 - shard
-        *vector, loss, right = self._compute(lane, x, y, key, partial(self._laid_out, lane))
-        vector += [zeros[:shard], loss, zeros[:last], zeros[:shard], right, zeros[:last]]
-        return lane.bands.finish(vector) if lane.bands else torch.cat(vector)
+    def gradient(self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int) -> torch.Tensor:
+        pieces, numbers = self._compute(self._lane(training=True), x, y, key, shard)
+        return torch.cat([*pieces, *numbers])
 
-    def whole(
-        self, pass_: Pass, span: Span, key: int, optimizer: Descent, slots: dict[str, torch.Tensor], lr: float, t: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """A whole step of one shard, tensor by tensor: no vector is put together."""
-        x, y = pass_.shard(span, self.device)
-        pieces, views, examples = self.weights.pieces, self.weights.views, len(y)
+    def tasks(self, batch: Batch, shards: range, sums: Sums) -> list[Task]:
+        if len(sums.bands) == 1:
+            return super().tasks(batch, shards, sums)
 
-        def finish(gradients: Sequence[torch.Tensor], rest: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            directions = []
-            for piece, view, gradient in zip(pieces, views, gradients, strict=True):
-                own = {name: piece.view(slot) for name, slot in slots.items()}
-                found, new = optimizer.direction(view, strided(gradient), own, t)
-                directions.append(found)
-                for name, slot in own.items():
-                    slot.copy_(new[name])
-            for view, found in zip(views, directions, strict=True):  # not before: a gradient may be made of weights
-                view.sub_(found, alpha=lr)
-            for flat, moved in zip(self.buffers, rest, strict=False):
-                flat.move(moved / examples)
-            return tuple(rest[-2:])
+        def compute(shard: int) -> None:
+            lane, span = self._lane(training=True), (shard, shard + 1)
+            vector = torch.empty(self.size, dtype=self.parameters.dtype, device=self._native)
+            bands = Bands(self.weights.layout, sums.bands, vector, partial(sums.add, span))
+            x, y = batch.shard(shard, self.device)
+            pieces, numbers = self._compute(lane, x, y, batch.keys[shard], shard, bands)
+            bands.finish([*pieces, *numbers])
 
-        scale = torch.full((), 1 / examples, dtype=self.parameters.dtype)  # the gradient of the mean, at once
-        return torch.cat(self._compute(self._lane(training=True), x, y, key, finish, scale)), slots
-
-    def in_one_go(self, optimizer: Any) -> bool:
-        """Whether `whole` can make the steps of this optimizer. On a GPU a recorded shard is quicker."""
-        return self.device.kind == "cpu" and isinstance(optimizer, Descent)
-
-    def _laid_out(
-        self, lane: Lane, gradients: Sequence[torch.Tensor], rest: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """The pieces of a shard's vector, in order."""
-        if lane.bands:
-            lane.bands.close()  # the gradients are where they belong
-            return tuple(rest)
-        vector = []
-        for piece, gradient in zip(self.weights.pieces, gradients, strict=True):
-            vector += [piece.flatten(gradient), self._zeros[: piece.pad]]
-        return (*vector, *rest)
+        return [partial(compute, shard) for shard in shards]
 
     def _compute(
-        self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int, finish: Callable[..., tuple[torch.Tensor, ...]],
-        scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """What `finish` makes of the gradients of a shard, times `scale`, and of what follows them: last its loss and hits."""
+        self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int, shard: int, bands: Bands | None = None
+    ) -> tuple[Pieces, list[torch.Tensor]]:
+        """The pieces of a shard's vector: gradients (unless they go to `bands`) and changes; and losses and hits."""
 
         def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            for own, start in zip(lane.buffers, self.buffers, strict=True):
-                own.vector.copy_(start.vector)
-            output = lane.module(x)
-            lane.settle()
-            return sum_of_losses(self.loss, output, y), hits(output, y)
+            output = lane.run(x, self.buffers)
+            return self.backend.sum_of_losses(self.loss, output, y), self.backend.hits(output, y)
 
-        def backward(result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        def backward(result: tuple[torch.Tensor, torch.Tensor]) -> Pieces:
             loss, right = result
-            with watched(lane.parameters, lane.bands):
-                gradients = torch.autograd.grad(loss, lane.parameters, scale, allow_unused=True, materialize_grads=True)
+            with watched(lane.parameters, bands):
+                gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
             dtype = self._zeros.dtype
             with torch.no_grad():
-                changes = [change(own.vector, start.vector).to(dtype) * len(y)
-                           for own, start in zip(lane.buffers, self.buffers, strict=True)]  # fmt: skip
-                return finish(gradients, [*changes, loss.detach().view(1), right.to(dtype).view(1)])
+                if bands:
+                    bands.close()
+                vector = [] if bands else self._laid_out(gradients)
+                for own, start in zip(lane.buffers, self.buffers, strict=True):
+                    vector.append(own.change_from(start.vector).to(dtype) * len(y))
+                return (*vector, loss.detach().view(1), right.to(dtype).view(1))
 
-        def all_of_it(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *pieces, loss, right = self._with_noise(x, y, key, forward, backward, record=bands is None)
+        lane.check_constants()
+        before, after = self._zeros[:shard], self._zeros[: self.shards - 1 - shard]
+        return tuple(pieces), [before, loss, after, before, right, after]
+
+    def _with_noise(
+        self, x: torch.Tensor, y: torch.Tensor, key: int, forward: Callable[..., Any], backward: Callable[..., Pieces],
+        record: bool,
+    ) -> Pieces:  # fmt: skip
+        """backward(forward(x, y)), with noise drawn from the key; on a GPU, recorded once and replayed."""
+
+        def all_of_it(x: torch.Tensor, y: torch.Tensor) -> Pieces:
             *vector, loss, right = backward(forward(x, y))
             return torch.cat(vector), loss, right
 
-        if self._place.type == "cuda":
-            with torch.cuda.device(self._place):
-                recorded = None if lane.bands else self._recorder.find(all_of_it, x, y)
-                self._noise.seed(key)
-                out = recorded(x, y) if recorded else backward(forward(x, y))
-        else:
-            out = self._noise.compute(key, lambda: forward(x, y), backward)
-        self._check_constants(lane)
-        return out
+        if self._native.type != "cuda":
+            return self._noise.compute(key, lambda: forward(x, y), backward)
+        with torch.cuda.device(self._native):
+            recorded = self._recorder.find(all_of_it, x, y) if record else None
+            seed_gpu(key, self._native)
+            return recorded(x, y) if recorded else backward(forward(x, y))
+
+    def _laid_out(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        layout, vector = self.weights.layout, []
+        for i, (gradient, gap) in enumerate(zip(gradients, layout.padding, strict=True)):
+            vector += [layout.flatten(i, gradient), self._zeros[: gap.stop - gap.start]]
+        return vector
 
     def evaluate(self, x: torch.Tensor, y: torch.Tensor, key: int) -> torch.Tensor:
         lane = self._lane(training=False)
 
         def forward() -> torch.Tensor:
-            for own, start in zip(lane.buffers, self.buffers, strict=True):
-                own.vector.copy_(start.vector)
-            output = lane.module(x)
-            lane.settle()
-            return torch.stack([sum_of_losses(self.loss, output, y).double(), hits(output, y).double()])
+            output = lane.run(x, self.buffers)
+            loss, right = self.backend.sum_of_losses(self.loss, output, y), self.backend.hits(output, y)
+            return torch.stack([loss.double(), right.double()])
 
         with torch.no_grad():
-            if self._place.type == "cuda":
-                self._noise.seed(key)
+            if self._native.type == "cuda":
+                seed_gpu(key, self._native)
                 return forward()
             return self._noise.compute(key, forward, lambda result: result)
 
@@ -215,6 +164,15 @@ class TorchReplica:
 
     def assign(self, parameters: torch.Tensor) -> None:
         self.parameters.copy_(parameters)
+
+    def advance(self, total: torch.Tensor, examples: int) -> None:
+        start = self.weights.layout.size
+        for flat in self.buffers:
+            flat.move(total[start : start + flat.layout.size] / examples)
+            start += flat.layout.size
+
+    def fingerprint(self) -> torch.Tensor:
+        return self._fingerprint()
 
     def leaves(self) -> dict[int, torch.nn.Parameter]:
         """The user's trained parameters, by id → parameters that are views of this replica's vector."""
@@ -225,77 +183,26 @@ class TorchReplica:
         """The user's other parameters, by id → parameters that never have a gradient, which every optimizer skips."""
         return {id(p): torch.nn.Parameter(p.detach(), False) for p in self._model.parameters() if not p.requires_grad}
 
-    def advance(self, total: torch.Tensor, examples: int) -> None:
-        start = len(self.parameters)
-        for flat in self.buffers:
-            flat.move(total[start : start + len(flat.vector)] / examples)
-            start += len(flat.vector)
+    # By name
 
-    def fingerprint(self) -> torch.Tensor:
-        return self._print()
+    def constants(self) -> Tensors:
+        return {name: tensor.cpu().numpy() for name, tensor in self._constants.items()}
 
-    def vectors(self) -> list[torch.Tensor]:
-        return [flat.vector for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
+    def take_constants(self, tensors: Tensors) -> None:
+        for name, tensor in self._constants.items():
+            tensor.copy_(torch.from_numpy(np.array(tensors[name])))
 
-    def tensors(self, vectors: Sequence[torch.Tensor] | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        state, ours = self._model.state_dict(keep_vars=True), self._with(vectors)
-        return {
-            name: ours[id(tensor)].detach().cpu().numpy()
-            for name, tensor in state.items()
-            if isinstance(tensor, torch.Tensor)
-        }
+    def replace(self, vectors: Sequence[torch.Tensor]) -> None:
+        for own, new in zip(self.vectors, vectors, strict=True):
+            own.copy_(new)
 
-    def vectors_from(self, tensors: Tensors) -> list[torch.Tensor]:
-        floats = [flat for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
-        names = {id(self._ours[id(t)]): name for name, t in self._model.state_dict(keep_vars=True).items()
-                 if isinstance(t, torch.Tensor)}  # fmt: skip
-        return [self._filled(flat, [tensors[names[id(view)]] for view in flat.views]) for flat in floats]
-
-    def load(self, tensors: Tensors) -> None:
+    def model_of(self, tensors: Tensors) -> torch.nn.Module:
         with torch.no_grad():
-            for name, tensor in self._model.state_dict(keep_vars=True).items():
-                if isinstance(tensor, torch.Tensor):
-                    self._ours[id(tensor)].copy_(torch.from_numpy(np.require(tensors[name], requirements=["C", "W"])))
-
-    def named(self, vector: torch.Tensor) -> Tensors:
-        return {
-            name: piece.view(vector).cpu().numpy() for name, piece in zip(self._names, self.weights.pieces, strict=True)
-        }
-
-    def flat(self, named: Tensors) -> torch.Tensor:
-        return self._filled(self.weights, [named[name] for name in self._names])
-
-    @property
-    def _names(self) -> list[str]:
-        return [name for name, p in self._model.named_parameters() if p.requires_grad]
-
-    def _filled(self, flat: Flat, arrays: Sequence[np.ndarray[Any, Any]]) -> torch.Tensor:
-        twin = flat.twin()
-        with torch.no_grad():
-            for view, array in zip(twin.views, arrays, strict=True):
-                view.copy_(torch.from_numpy(np.require(array, requirements=["C", "W"])))
-        return twin.vector
-
-    def model(self, vectors: Sequence[torch.Tensor] | None = None) -> torch.nn.Module:
-        with torch.no_grad():
-            return self._copy({key: ours.clone() for key, ours in self._with(vectors).items()})
-
-    def _with(self, vectors: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
-        """Original tensor → ours, taken from other vectors than this replica's on request."""
-        if vectors is None:
-            return self._ours
-        floats = [flat for flat in [self.weights, *self.buffers] if flat.vector.is_floating_point()]
-        other = {
-            id(view): piece.view(vector)
-            for flat, vector in zip(floats, vectors, strict=True)
-            for view, piece in zip(flat.views, flat.pieces, strict=True)
-        }
-        return {key: other.get(id(ours), ours) for key, ours in self._ours.items()}
-
-    def release(self) -> None:
-        """Let go of what only computing needs; weights and buffers stay."""
-        self._lanes.clear()
-        self._recorder = Recorder(wanted=False)
+            named = {name: torch.from_numpy(np.array(array)).to(self._native) for name, array in tensors.items()}
+            return self._copy({
+                key: named[self._known[key]] if self._known.get(key) in named else ours.clone()
+                for key, ours in self._ours.items()
+            })  # fmt: skip
 
     # Lanes
 
@@ -315,11 +222,7 @@ class TorchReplica:
         module = self._copy({key: own.get(id(ours), ours) for key, ours in self._ours.items()})
         if not self._model.training:
             module.train()
-        kept = module.state_dict(keep_vars=True)
-        constants = {name: (b, b._version) for name, b in module.named_buffers() if name not in kept}
-        trained = [p for p in module.parameters() if p.requires_grad]
-        homes = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        return Lane(module, trained, buffers, [m.training for m in module.modules()], constants, homes)
+        return Lane.of(module, buffers)
 
     def _copy(self, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
         """The user's module, copied around the given tensors instead of around its own."""
@@ -330,33 +233,6 @@ class TorchReplica:
             memo[id(b)] = tensors[id(b)]
         return copy.deepcopy(self._model, memo)
 
-    def _check_constants(self, lane: Lane) -> None:
-        for name, (buffer, version) in lane.constants.items():
-            if buffer._version != version:
-                raise Invalid(
-                    f"the buffer {name!r} was written to in the forward pass but is not persistent, so its value would "
-                    "depend on who computed which shard: register it with persistent=True"
-                )
-
-
-def sum_of_losses(loss: Any, output: Any, y: torch.Tensor) -> torch.Tensor:
-    """The sum over examples of the loss, whether `loss` gives one value per example or their mean."""
-    if loss is None:
-        return F.cross_entropy(output, y, reduction="sum")
-    value = loss(output, y)
-    if not isinstance(value, torch.Tensor):
-        raise WrongType(f"loss must return a tensor (a loss per example, or their mean), got {type(value).__name__}")
-    if value.ndim == 0:
-        return value if getattr(loss, "reduction", "mean") == "sum" else value * len(y)
-    if len(value) != len(y):
-        raise Invalid(
-            f"loss must return one value per example ({len(y)}) or their mean, got shape {tuple(value.shape)}"
-        )
-    return value.flatten(1).mean(1).sum() if value.ndim > 1 else value.sum()
-
-
-def hits(output: Any, y: torch.Tensor) -> torch.Tensor:
-    """How many examples have their highest score at their label; 0 where the output is not one score per class."""
-    if isinstance(output, torch.Tensor) and output.ndim == 2 and y.ndim == 1 and not y.is_floating_point():
-        return (output.detach().argmax(1) == y).sum()
-    return torch.zeros((), device=y.device)
+    def release(self) -> None:
+        self._lanes.clear()
+        self._recorder = Recorder(wanted=False)

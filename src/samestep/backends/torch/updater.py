@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from samestep.backends.base import NativeUpdater
 from samestep.backends.torch.replica import TorchReplica
 from samestep.errors import Invalid, WrongType
-from samestep.runs.run import fingerprint
+from samestep.fingerprint import of_weights
 
 NUMBER = "#"  # at the end of a name: a plain number, not a tensor
 Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-class TorchUpdater:
+class TorchUpdater(NativeUpdater):
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
-    def __init__(self, given: Factory | torch.optim.Optimizer, replica: TorchReplica) -> None:
+    def __init__(self, given: Factory | torch.optim.Optimizer, replica: TorchReplica, clip: float) -> None:
+        super().__init__(replica, clip)
         ours = replica.leaves()
         if isinstance(given, torch.optim.Optimizer):
             self.optimizer = _copied(given, ours | replica.frozen())
@@ -46,23 +48,23 @@ class TorchUpdater:
                 "and the Trainer sets one rate for all: give every group the same"
             )
         self._rate = rates.pop()
-        self._pieces = list(zip(ours.values(), replica.weights.pieces, strict=True))
+        self._leaves = list(ours.values())
 
     def __repr__(self) -> str:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         state = self.optimizer.state_dict()["state"]
         slots = {f"{i}.{name}": np.asarray(torch.as_tensor(slot).cpu())
                  for i, slots in state.items() for name, slot in slots.items() if slot is not None}  # fmt: skip
-        past = f", state={fingerprint(slots)[:16]}" if slots else ""  # momenta that it came with
+        past = f", state={of_weights(slots)[:16]}" if slots else ""  # momenta that it came with
         return f"torch.optim.{type(self.optimizer).__name__}({groups}{past})"
 
     def rate(self) -> float:
         """The rate that the optimizer came with."""
         return self._rate
 
-    def __call__(self, gradient: torch.Tensor, lr: float, t: int, z: Any) -> None:
-        for parameter, piece in self._pieces:
-            parameter.grad = piece.view(gradient)
+    def apply(self, gradient: torch.Tensor, lr: float, t: int) -> None:
+        for parameter, view in zip(self._leaves, self.replica.layouts[0].cut(gradient), strict=True):
+            parameter.grad = view
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

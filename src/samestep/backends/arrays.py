@@ -1,0 +1,62 @@
+"""Arrays and devices of any framework: counting GPUs, moving arrays, asking where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from samestep.backends import find
+from samestep.backends.base import Backend
+from samestep.devices import Device, cpu, gpu
+from samestep.errors import DevicesDiffer
+
+
+def _backend(backend: str | Backend | None) -> Backend:
+    if backend is None:
+        return find.default()
+    return find.load(backend) if isinstance(backend, str) else backend
+
+
+def num_gpus(backend: str | Backend | None = None) -> int:
+    """How many GPUs a framework sees (by default the one in use, else the first one installed)."""
+    return sum(device.kind == "cuda" for device in _backend(backend).devices())
+
+
+def try_gpu(i: int = 0, backend: str | Backend | None = None) -> Device:
+    """gpu(i) if it is there, otherwise cpu()."""
+    device = gpu(i)
+    return device if i < num_gpus(backend) else cpu()
+
+
+def try_all_gpus(backend: str | Backend | None = None) -> list[Device]:
+    """All GPUs, or [cpu()] if there is none."""
+    return [gpu(i) for i in range(num_gpus(backend))] or [cpu()]
+
+
+def put(array: Any, device: Device | str, backend: str | Backend | None = None) -> Any:
+    """The array on the device: the same object when it is already there, else a copy.
+
+    A NumPy array becomes an array of the framework (on the CPU without a copy, where the framework can do that).
+    """
+    return (find.of_array(array) if backend is None else _backend(backend)).put(array, Device.of(device))
+
+
+def get(array: Any) -> Any:
+    """The array as NumPy, in host memory. This waits for the device."""
+    return find.of_array(array).get(array)
+
+
+def device_of(array: Any) -> Device:
+    """The device an array is on."""
+    return find.of_array(array).device_of(array)
+
+
+def same_device(**arrays: Any) -> Device:
+    """The one device that all of these arrays are on; an error that names them if there are several."""
+    devices = {name: device_of(array) for name, array in arrays.items()}
+    first = next(iter(devices.values()))
+    if any(device != first for device in devices.values()):
+        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise DevicesDiffer(
+            f"arrays are on different devices ({listed}): move them to one with samestep.put(x, device)"
+        )
+    return first

@@ -1,0 +1,95 @@
+"""How shards that are computed side by side draw their noise, where the framework has one generator for all threads.
+
+There are three ways, each slower and more general than the one before, and all draw the same numbers:
+
+    FREE     the model draws nothing: nothing to do
+    APART    the model draws where the framework can keep threads apart; how is the framework's affair
+    ALONE    one shard at a time, with the shared generator set to the shard's key
+
+The first shard is computed alone, to see which one will do. A model that turns out to draw more takes a later way.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+FREE, APART, ALONE = range(3)
+Result = tuple[R] | None  # None: it must be computed again, in a more general way
+
+
+class Access:
+    """Many at a time, or one alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:  # held throughout: nobody comes in
+            self._changed.wait_for(lambda: self._inside == 0)
+            yield
+
+
+class Noise(ABC):
+    """Gives the shards of one replica their random numbers, on the CPU."""
+
+    generator = Access()  # to the framework's generator, by all replicas
+    way: int | None = None
+
+    def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
+        """backward(forward()), with the numbers that both draw taken from this key."""
+        if self.way is None:
+            with self.generator.alone():
+                if self.way is None:
+                    self.way, result = self.first(key, forward, backward)
+                    if result is not None:
+                        return result[0]
+        if self.way == FREE:
+            with self.generator.shared():
+                before = self.position()
+                outcome = forward()
+                if self.is_at(before):
+                    return backward(outcome)
+            self.way = self.after_free
+        if self.way == APART:
+            result = self.apart(key, forward, backward)
+            if result is not None:
+                return result[0]
+            self.way = ALONE
+        with self.generator.alone():
+            return self.alone(key, forward, backward)
+
+    after_free = ALONE  # the way of a model that was believed to draw nothing
+
+    @abstractmethod
+    def first(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[int, Result[R]]:
+        """The way that will do, found out with the first shard, and what it gave."""
+
+    @abstractmethod
+    def position(self) -> Any:
+        """Where the shared generator stands, or whatever `is_at` needs to tell whether anybody has drawn from it."""
+
+    @abstractmethod
+    def is_at(self, position: Any) -> bool: ...
+    @abstractmethod
+    def apart(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> Result[R]: ...
+    @abstractmethod
+    def alone(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R: ...

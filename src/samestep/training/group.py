@@ -1,0 +1,179 @@
+"""The replicas of a run as one group: one step, and one evaluation.
+
+g_s   = gradient of shard s, on whichever device holds it
+G     = tree(g_0, ..., g_{S-1})
+x     = optimizer(x, G / B, lr)      the same on every replica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep import draws
+from samestep.data.feed import Batch
+from samestep.errors import Invalid
+from samestep.optimizers.rules import Optimizer
+from samestep.optimizers.updating import FlatUpdater
+from samestep.processes.exchange import Across
+from samestep.processes.world import Alone, World
+from samestep.runs.checkpoint import pack, unpack
+from samestep.shards import Span, cut, parts
+from samestep.training.step import Step, StepAcross
+
+if TYPE_CHECKING:
+    from samestep.backends.base import Backend, Replica, Updater, Vector
+    from samestep.devices import Device
+    from samestep.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what in a step of so many shards."""
+
+    shares: Sequence[range]  # the shards of each replica of this process
+    held: Sequence[Sequence[Span]]  # the parts of their sum that each process will hold
+
+
+@dataclass(frozen=True)
+class Last:
+    """The last numbers of a vector."""
+
+    count: int
+
+    def __call__(self, vector: Vector) -> Vector:
+        return vector[-self.count :]
+
+
+class Group:
+    """The replicas of a run, each with its optimizer: those of this process, and what is known of those of others."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        replicas: Sequence[Replica],
+        optimizer: Any,
+        shards: int,
+        clip: float = 0.0,
+        seed: int = 0,
+        world: World | None = None,
+    ) -> None:
+        self.backend, self.replicas = backend, list(replicas)
+        self.world: World = world or Alone()
+        counts = [int(text) for text in self.world.collect(str(len(self.replicas)).encode())]
+        self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of the group in each
+        self.size = self.processes[-1][1]
+        if self.size > shards:
+            raise Invalid(
+                f"{self.world.size} processes with {self.size} devices in all need at least {self.size} shards, got "
+                f"shards={shards}: raise shards or use fewer"
+            )
+        self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
+        self._kind_of_step = Step if self.world.size == 1 else StepAcross
+        self._numbers = backend.compiled(Last(2 * shards))
+        self._plans: dict[int, Plan] = {}
+
+    @staticmethod
+    def of(settings: Settings, backend: Backend, model: Any, devices: Sequence[Device], world: World) -> Group:
+        """A replica of the model on each device."""
+        replicas = [backend.replica(model, settings.loss, d, settings.shards, settings.capture) for d in devices]
+        clip = settings.gradient_clip_val
+        return Group(backend, replicas, settings.optimizer, settings.shards, clip, settings.seed, world)
+
+    @cached_property
+    def across(self) -> Across:
+        """What sums over the processes."""
+        first = self.replicas[0]
+        return Across(self.world, self.backend, first.device, first.parameters, first.size)
+
+    @cached_property
+    def sender(self) -> ThreadPoolExecutor:
+        """The thread that exchanges sums with other processes while shards are computed."""
+        return ThreadPoolExecutor(1, "samestep-exchange")
+
+    @cached_property
+    def updaters(self) -> list[Updater]:
+        """Made when they are first asked for: an evaluation needs none, and may be of another model than the optimizer's."""
+        if isinstance(self.optimizer, Optimizer):
+            alone = len(self.replicas) == 1
+            return [FlatUpdater(self.optimizer, replica, self.clip, alone) for replica in self.replicas]
+        return [self.backend.updater(self.optimizer, replica, self.clip) for replica in self.replicas]
+
+    def plan(self, n: int) -> Plan:
+        if n not in self._plans:
+            share = cut(n, self.size)
+            mine = [range(lo, hi) for lo, hi in share[slice(*self.processes[self.world.rank])]]
+            self._plans[n] = Plan(mine, [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in self.processes])
+        return self._plans[n]
+
+    def spans_here(self, batches: Sequence[Sequence[Span]]) -> list[Span]:
+        """The shards of batches that this process computes, in the order in which it will ask for their examples."""
+        return [batch[shard] for batch in batches for share in self.plan(len(batch)).shares for shard in share]
+
+    def follow(self) -> None:
+        """Take the weights that rank 0 has."""
+        if self.world.size > 1:
+            content = self.world.broadcast(b"".join(pack({}, self.replicas[0].tensors())))
+            for replica in self.replicas:
+                replica.load(unpack(content, "the model of rank 0").tensors)
+
+    def step(self, batch: Batch, lr: float, t: int) -> Vector:
+        """Make the update after t updates. Returns [loss of each shard | hits of each shard], on a device."""
+        # Shards: each replica computes its own, and adds them up along the tree as far as it can.
+        step = self._kind_of_step(self, len(batch.spans))
+        work = zip(self.replicas, step.shares, step.sums, strict=True)
+        tasks = [task for replica, shards, sums in work for task in replica.tasks(batch, shards, sums)]
+        # Tree and exchange: the sum over all shards, on every device.
+        totals = step.totals(tasks)
+        # Update: the same on every replica.
+        z = self._noise(t)
+        self.backend.map([partial(self._update, i, total, batch.examples, lr, t, z) for i, total in enumerate(totals)])
+        # Numbers: a copy of them, so that the rest of the vector is let go.
+        return self.backend.concat([self._numbers(totals[0])])
+
+    def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
+        replica = self.replicas[i]
+        z = None if z is None else self.backend.put(z, replica.device)
+        self.updaters[i].follow(total, examples, lr, t, z)
+        replica.advance(total, examples)
+
+    def _noise(self, t: int) -> NDArray[Any] | None:
+        """What a noisy optimizer adds to the weights: the same on every replica."""
+        if not (isinstance(self.optimizer, Optimizer) and self.optimizer.noisy):
+            return None
+        layout = self.replicas[0].layouts[0]
+        z = draws.normal(self.seed, t, layout.size, layout.dtype)
+        for gap in layout.padding:
+            z[gap] = 0  # in no checkpoint, so it must not move
+        return z
+
+    def evaluate(self, batch: Batch) -> NDArray[np.float64]:
+        """[loss, hits] of every shard of a pass, each example once, all devices sharing the work. This waits."""
+
+        def compute(replica: Replica, shard: int) -> Vector:
+            x, y = batch.shard(shard, replica.device)
+            return replica.evaluate(x, y, batch.keys[shard])
+
+        shares = zip(self.replicas, self.plan(len(batch.spans)).shares, strict=True)
+        rows = self.backend.map([partial(compute, replica, shard) for replica, shards in shares for shard in shards])
+        home = self.replicas[0].device
+        table: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else np.empty(0)
+        everybody = self.world.collect(np.asarray(table, np.float64).tobytes())
+        return np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)
+
+    def fingerprints(self) -> list[int]:
+        """The fingerprint of every replica of the group. This waits."""
+        values = self.backend.map([replica.fingerprint for replica in self.replicas])
+        mine = b"".join(self.backend.get(value).tobytes() for value in values)
+        return [int(value) for value in np.frombuffer(b"".join(self.world.collect(mine)), np.uint64)]
+
+    def close(self) -> None:
+        if self.world.size > 1:
+            self.sender.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,10 @@
-"""What a JAX model can come as, brought into one *form*: a pure function (params, state, x, key, train) -> (output, state)."""
+"""What a JAX model can come as (a Pair, a flax module of linen or nnx), brought into one form: an `Adapter`."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,17 +14,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from samestep.backends.jax.pair import Pair, call
 from samestep.errors import Invalid
-from samestep.models.jax import Pair, call
 
 Array = Any
 Key = Any
 
 
-@dataclass(frozen=True)
-class PairForm:
-    """Of a Pair."""
+class Adapter(ABC):
+    """A model as a pure function of its parameters and its state. It can be hashed, so programs are found by it."""
 
+    @abstractmethod
+    def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
+        """(output, state)."""
+
+    @abstractmethod
+    def model(self, params: Any, state: Any) -> Any:
+        """The user's model again, with these values."""
+
+
+@dataclass(frozen=True)
+class PairAdapter(Adapter):
     function: Any
 
     def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
@@ -34,8 +45,8 @@ class PairForm:
 
 
 @dataclass(frozen=True)
-class LinenForm:
-    """Of a flax.linen.Module: the collection `params` is trained, the others are its state."""
+class LinenAdapter(Adapter):
+    """For a flax.linen.Module: the collection `params` is trained, the others are its state."""
 
     module: nn.Module
 
@@ -46,7 +57,7 @@ class LinenForm:
             return id(self.module)
 
     def options(self, train: bool) -> dict[str, bool]:
-        """The argument by which the module is told whether it trains, by whichever name it goes there."""
+        """The arguments that tell the module whether it trains: modules have different names for them."""
         named = inspect.signature(type(self.module).__call__).parameters
         words = {"train": train, "training": train, "is_training": train,
                  "deterministic": not train, "use_running_average": not train}  # fmt: skip
@@ -60,7 +71,7 @@ class LinenForm:
         return output, {name: new.get(name, state[name]) for name in state}
 
     def init(self, x: Array) -> dict[str, Any]:
-        """The variables drawn from seed 0."""
+        """New variables, drawn from seed 0."""
         return dict(drawn(self, x))
 
     def model(self, params: Any, state: Any) -> nn.Module:
@@ -68,9 +79,9 @@ class LinenForm:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def drawn(form: LinenForm, x: Array) -> Any:
-    """Compiled once for a module: the next fit of it finds this."""
-    return form.module.init(streams(jax.random.key(0)), x, **form.options(False))
+def drawn(adapter: LinenAdapter, x: Array) -> Any:
+    """Compiled once for a module: its next fit finds this."""
+    return adapter.module.init(streams(jax.random.key(0)), x, **adapter.options(False))
 
 
 def streams(key: Key) -> dict[str, Key]:
@@ -79,16 +90,16 @@ def streams(key: Key) -> dict[str, Key]:
 
 
 @dataclass(frozen=True)
-class NnxForm:
-    """Of a flax.nnx.Module: its nnx.Param are trained; its random streams start anew from every shard's key."""
+class NnxAdapter(Adapter):
+    """For a flax.nnx.Module: its nnx.Param are trained; its random streams start anew from every shard's key."""
 
     graph: Any
     streams: Any = field(compare=False)  # the user's own, to be given back
 
     @staticmethod
-    def split(model: nnx.Module) -> tuple[NnxForm, Any, Any]:
+    def split(model: nnx.Module) -> tuple[NnxAdapter, Any, Any]:
         graph, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
-        return NnxForm(graph, streams), params, state
+        return NnxAdapter(graph, streams), params, state
 
     def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(self.streams)
@@ -108,15 +119,15 @@ class NnxForm:
         return nnx.merge(self.graph, params, self.streams, state)
 
 
-def form_of(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Any, Any, Any]:
-    """(form, params, state) of a model; `made` has the variables that a probe made, by the model's id."""
+def adapt(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Adapter, Any, Any]:
+    """(adapter, params, state) of a model; `made` has the variables that a probe made, by the model's id."""
     if isinstance(model, Pair):
         params = made[id(model)][1] if id(model) in made else model.params
         if callable(params):
             raise Invalid("the parameters of this Pair are not made yet: pass Pair(apply, init(key, x))")
-        return PairForm(ById.wrap(model.apply)), params, model.state
+        return PairAdapter(ById.wrap(model.apply)), params, model.state
     if isinstance(model, nnx.Module):
-        return NnxForm.split(model)
+        return NnxAdapter.split(model)
     if model.scope is not None:
         module, variables = model.unbind()
     elif id(model) in made:
@@ -124,29 +135,30 @@ def form_of(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Any, Any, Any
     else:
         raise Invalid("this flax module has no variables yet: pass model.bind(model.init(key, x))")
     state = dict(variables)
-    return LinenForm(module), state.pop("params", {}), state
+    return LinenAdapter(module), state.pop("params", {}), state
 
 
 class ById:
-    """A function that cannot be hashed, told from others by what it is."""
+    """A function that cannot be hashed, so it is equal only to itself."""
 
-    def __init__(self, it: Callable[..., Any]) -> None:
-        self.it = it
-        self.__signature__ = inspect.signature(it)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__signature__ = inspect.signature(function)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.it(*args, **options)
+        return self.function(*args, **options)
 
     def __hash__(self) -> int:
-        return id(self.it)
+        return id(self.function)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and other.it is self.it
+        return isinstance(other, ById) and other.function is self.function
 
     @staticmethod
-    def wrap(thing: Any) -> Any:
+    def wrap(function: Any) -> Any:
+        """The function itself if it can be hashed."""
         try:
-            hash(thing)
+            hash(function)
         except TypeError:
-            return ById(thing)
-        return thing
+            return ById(function)
+        return function

@@ -1,17 +1,10 @@
-"""JAX: devices, arrays, and where a run computes. The replica is in jax_replica.py, optax in jax_optimizer.py.
-
-XLA cuts the work of one operation over a pool of threads as large as the machine has cores, and adds up what they give: on
-another number of cores a sum, a product of matrices or a convolution's gradient has other bits. The pool's size cannot be
-set for one computation, only for a client, when it is made. So a run on the CPU computes on a client of its own, with a pool
-of `threads_per_shard`. Shards side by side share that pool, and each has the thread that calls it besides; how the work of
-an operation is cut depends on the size of the pool alone.
-"""
+"""JAX: devices, arrays, and on which client a run computes (clients.py says why)."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,69 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
-from jaxlib import xla_client
 
-from samestep.backends import Shape
-from samestep.backends.jax.adapters import LinenForm, form_of
-from samestep.backends.jax.program import sum_of_losses
+from samestep.backends.base import Backend, Shape
+from samestep.backends.jax.adapters import LinenAdapter, adapt
+from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
+from samestep.backends.jax.pair import Pair
 from samestep.backends.jax.replica import JaxReplica
-from samestep.backends.jax.updater import OptaxUpdater
+from samestep.backends.jax.updater import JaxUpdater
+from samestep.backends.layout import Numbers
 from samestep.backends.probing import check_examples, check_output, check_weights
-from samestep.backends.workers import Crew, side_by_side
+from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
-from samestep.errors import Invalid, OutOfMemory, WrongType
-from samestep.models.jax import Pair
+from samestep.errors import Invalid
 from samestep.processes.meeting import Meeting
-from samestep.processes.place import Place, World
+from samestep.processes.place import Place
 from samestep.processes.sockets import join
+from samestep.processes.world import World
 
 MEETING = "samestep/meeting"  # in the store of jax.distributed: where the processes of a run meet
-THREADS = "PJRT_NPROC"  # what XLA reads for the size of its pool when a client is made
+ASKED = re.compile(r"allocat\w+ ([\d.]+ ?\w+)")
 
 
-CLIENTS: dict[Any, int] = {}  # JAX's device of each client made here → the number of the CPU device that it stands for
-
-
-@functools.cache
-def computing(threads: int, asynchronous: bool, index: int) -> Any:
-    """A CPU device of the user's once more, as that of a client that has a pool of `threads`.
-
-    If not asynchronous, it computes in the thread that calls it: so shards run side by side. One client for each device, as
-    the pool of a client with many devices has at least as many threads.
-    """
-    cpus()  # the user's client first, with the threads it would have had
-    before = os.environ.get(THREADS)
-    os.environ[THREADS] = str(threads)
-    try:
-        place = xla_client.make_cpu_client(asynchronous=asynchronous).local_devices()[0]
-    finally:
-        if before is None:
-            del os.environ[THREADS]
-        else:
-            os.environ[THREADS] = before
-    CLIENTS[place] = index
-    return place
-
-
-def cpus() -> list[Any]:
-    """Several if jax_num_cpu_devices says so. Like those of the GPUs, not those of other processes (jax.distributed)."""
-    return jax.local_devices(backend="cpu")
-
-
-@functools.cache
-def gpus() -> list[Any]:
-    try:
-        return jax.local_devices(backend="gpu")
-    except RuntimeError:  # this JAX has none
-        return []
-
-
-class JaxBackend:
+class JaxBackend(Backend):
     name = "jax"
-    version = jax.__version__
+    word = "array"
 
     def __init__(self) -> None:
-        self._crew = Crew()
+        super().__init__()
         self._run: tuple[int, bool] | None = None  # while one lasts: what `computing` is to make for the CPU
         self._made: dict[int, tuple[Any, Any]] = {}  # id of a model → the model, and the variables made for it
 
@@ -95,64 +52,62 @@ class JaxBackend:
 
     def memory(self, device: Device) -> tuple[int, int]:
         if device.kind == "cuda":
-            about = self._home(device).memory_stats()
+            about = self._users_native(device).memory_stats()
             return about["bytes_limit"], about["bytes_in_use"]
         return host_memory()
 
-    def _home(self, device: Device) -> Any:
-        """JAX's own object for a device."""
-        if device not in self.devices():
-            raise Invalid(
-                f"device {device} is not there: jax sees {', '.join(map(str, self.devices()))} on this machine"
-            )
+    def _users_native(self, device: Device) -> Any:
+        """JAX's own object for a device, as the user has it."""
+        self.require(device)
         return (cpus() if device.kind == "cpu" else gpus())[device.index]
 
-    def _place(self, device: Device) -> Any:
+    def _native(self, device: Device) -> Any:
         """Where arrays of a device are put: while a run lasts, those of a CPU on the client that computes."""
-        home = self._home(device)
-        return computing(*self._run, device.index) if self._run and device.kind == "cpu" else home
+        native = self._users_native(device)
+        return computing(*self._run, device.index) if self._run and device.kind == "cpu" else native
 
     # Arrays
 
     def owns(self, thing: object) -> bool:
         return isinstance(thing, (jax.Array, nn.Module, nnx.Module, Pair))
 
+    def is_array(self, thing: object) -> bool:
+        return isinstance(thing, (jax.Array, jax.ShapeDtypeStruct, np.ndarray))  # a probe has shapes alone
+
     def device_of(self, array: Any) -> Device:
         if not isinstance(array, jax.Array):
             return cpu()
-        places = array.devices()
-        if len(places) > 1:
-            raise Invalid(f"expected an array on one device, got one spread over {len(places)}")
-        (place,) = places
-        if place.platform != "cpu":
-            return gpu(gpus().index(place))
-        return cpu(CLIENTS[place] if place in CLIENTS else cpus().index(place))
+        natives = array.devices()
+        if len(natives) > 1:
+            raise Invalid(f"expected an array on one device, got one spread over {len(natives)}")
+        (native,) = natives
+        if native.platform != "cpu":
+            return gpu(gpus().index(native))
+        return cpu(CLIENTS[native] if native in CLIENTS else cpus().index(native))
 
     def put(self, array: Any, device: Device) -> Any:
-        place = self._place(device)
-        if isinstance(array, jax.Array) and array.devices() == {place}:
+        native = self._native(device)
+        if isinstance(array, jax.Array) and array.devices() == {native}:
             return array
-        return jax.device_put(checked(array), place)
+        return jax.device_put(checked(array), native)
 
-    def get(self, array: Any) -> np.ndarray[Any, Any]:
+    def get(self, array: Any) -> Numbers:
         return np.asarray(array)
 
-    place = put
+    def fetch(self, vectors: Sequence[Any]) -> Numbers:
+        return np.concatenate(jax.device_get(list(vectors)))  # JAX would compile a program for every number of them
 
     def copy(self, array: Any, device: Device, gradient: bool = False) -> Any:
         """JAX's arrays have no gradient attached, and cannot be written to: `gradient` asks for nothing here."""
-        return jax.device_put(np.array(checked(array)), self._place(device))
+        return jax.device_put(np.array(checked(array)), self._native(device))
 
     def assign(self, array: Any, value: Any) -> Any:
         return value
 
-    def reshape(self, array: Any, shape: Sequence[int]) -> Any:
-        return array.reshape(shape)
-
     def take(self, array: Any, index: Any) -> Any:
         return rows(array, index)
 
-    def index(self, order: np.ndarray[Any, Any], device: Device) -> np.ndarray[Any, Any]:
+    def index(self, order: Numbers, device: Device) -> Numbers:
         """On the host: slices of it are cheap there, and JAX takes them along when it launches a computation."""
         return order.astype(np.int32)
 
@@ -161,9 +116,6 @@ class JaxBackend:
 
     def concat(self, vectors: Sequence[Any]) -> Any:
         return vectors[0] if len(vectors) == 1 else jnp.concatenate(list(vectors))
-
-    def fetch(self, vectors: Sequence[Any]) -> np.ndarray[Any, Any]:
-        return np.concatenate(jax.device_get(list(vectors)))  # JAX would compile a program for every number of them
 
     def zeros_like(self, vector: Any) -> Any:
         return vector * 0
@@ -178,7 +130,7 @@ class JaxBackend:
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        with self._crew.at_work(devices, threads):
+        with self.workers.at_work(devices, threads):
             # Where no two shards run side by side, Python goes on while one is computed.
             self._run = threads, side_by_side(threads) == 1
             try:
@@ -187,49 +139,65 @@ class JaxBackend:
                 self._run = None
                 self._made.clear()
 
-    def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        with explained():
-            return [tasks[0]()] if len(tasks) == 1 else self._crew.map(tasks)
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        place, meeting = distributed(place)
+        return join(self.get, place, timeout, meeting)
 
     # Models
 
     def describe(self, model: Any) -> str:
         if isinstance(model, Pair):
             return getattr(model.apply, "__qualname__", None) or type(model.apply).__name__
-        return type(model).__name__
+        return super().describe(model)
 
-    def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x") -> Shape:
+    def probe(self, model: Any, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
         if id(model) not in self._made:
-            first = jax.device_put(checked(x), self._home(cpu()))
+            first = jax.device_put(checked(x), self._users_native(cpu()))
             if isinstance(model, Pair) and callable(model.params):
                 self._made[id(model)] = model, model.params(jax.random.key(0), first)
             elif isinstance(model, nn.Module) and model.scope is None:
-                self._made[id(model)] = model, LinenForm(model).init(first)
-        form, params, state = form_of(model, self._made)
+                self._made[id(model)] = model, LinenAdapter(model).init(first)
+        adapter, params, state = adapt(model, self._made)
         dtype = check_weights(self.describe(model), (str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(params)))
         check_examples(name, x, dtype)
 
         def forward(x: Any, y: Any) -> Any:
-            output, _ = form(params, state, x, jax.random.key(0), False)
-            return output, None if loss is None else sum_of_losses(loss, output, y, "cpu")
+            output, _ = adapter(params, state, x, jax.random.key(0), False)
+            return output, None if loss is None else self.sum_of_losses(loss, output, y)
 
         output, _ = jax.eval_shape(forward, checked(x), checked(y))  # shapes alone: nothing is computed
-        return check_output("array", getattr(output, "shape", None), type(output).__name__, y, loss, dtype)
+        return check_output(self, output, y, loss, dtype)
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
-        with explained():
-            given = form_of(model, self._made)
-            return JaxReplica(given, loss, device, shards, self._place(device), self._home(device))
+        with self.explained():
+            adapted = adapt(model, self._made)
+            return JaxReplica(self, adapted, loss, device, shards, self._users_native(device))
 
-    def updater(self, optimizer: Any, replica: JaxReplica) -> OptaxUpdater:
-        return OptaxUpdater(optimizer, replica)
+    def updater(self, optimizer: Any, replica: JaxReplica, clip: float) -> JaxUpdater:
+        return JaxUpdater(optimizer, replica, clip)
 
-    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        place, meeting = distributed(place)
-        return join(self.get, place, timeout, meeting)
+    # Losses
 
-    def rates(self, scheduler: Any, n: int) -> list[float]:
-        raise WrongType(f"schedule must be a number or a function of t, as optax's are, got {type(scheduler).__name__}")
+    def cross_entropy(self, output: Any, y: Any) -> Any:
+        return (-jnp.take_along_axis(jax.nn.log_softmax(output), y[..., None], -1)[..., 0]).sum()
+
+    def sum_of_means(self, value: Any) -> Any:
+        return value.reshape(len(value), -1).mean(1).sum()
+
+    def count_hits(self, output: Any, y: Any) -> Any:
+        return (output.argmax(1) == y).sum()
+
+    def zero(self, like: Any) -> Any:
+        return jnp.zeros(())
+
+    # Errors
+
+    def explain(self, error: Exception) -> Exception | None:
+        text = str(error)
+        if isinstance(error, jax.errors.JaxRuntimeError) and ("RESOURCE_EXHAUSTED" in text or "Out of memory" in text):
+            asked = ASKED.search(text)
+            return self.out_of_memory("the device", asked[1] if asked else None)
+        return None
 
 
 def distributed(place: Place) -> tuple[Place, Meeting | None]:
@@ -274,10 +242,10 @@ def clipped(vector: Any, limit: Any) -> Any:
     return vector * (limit / jnp.maximum(norm, limit))
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a constant, vectors and Python's numbers, compiled once for each constant."""
-    program = jax.jit(function, static_argnums=0)
+    """A function of vectors and Python's numbers, compiled."""
+    program = jax.jit(function)
 
     def call(*args: Any) -> Any:
         with jax.enable_x64(True):  # numbers stay float64 until they meet a vector, as they would without compiling
@@ -286,18 +254,4 @@ def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Turn JAX's errors that have a known remedy into samestep's, which name it."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
-            raise OutOfMemory(
-                f"the device ran out of memory ({str(error).splitlines()[0]}): raise shards (smaller shards need less), "
-                "or lower the batch size"
-            ) from error
-        raise
-
-
-backend = JaxBackend()
+backend: Backend = JaxBackend()

@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from samestep.backends import Tensors
+from samestep.backends.base import NativeUpdater
 from samestep.backends.jax.adapters import ById
-from samestep.backends.jax.program import Layout
+from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.replica import JaxReplica
+from samestep.backends.layout import Tensors
 from samestep.errors import Invalid, WrongType
 
 
-class OptaxUpdater:
+class JaxUpdater(NativeUpdater):
     """An optax transformation at work on one replica, on the model's own tree. The rate comes to it in one of three ways:
 
     optax.adam, partial(optax.sgd, momentum=0.9)        a function of the rate: it is called with schedule(t)
@@ -24,8 +25,8 @@ class OptaxUpdater:
     optax.adam(0.001)                                   its rate is inside it: used as it is, and a schedule is an error
     """
 
-    def __init__(self, given: Any, replica: JaxReplica) -> None:
-        self.replica = replica
+    def __init__(self, given: Any, replica: JaxReplica, clip: float) -> None:
+        super().__init__(replica, clip)
         ready = hasattr(given, "init") and hasattr(given, "update")
         made = given if ready else given(0.1)
         if not (hasattr(made, "init") and hasattr(made, "update")):
@@ -33,13 +34,13 @@ class OptaxUpdater:
                 "optimizer must be an optax transformation, or a function that makes one from a rate, "
                 f"got {type(given).__name__}"
             )
-        layout = replica.layouts[0]
+        tree = replica.trees[0]
         way = "rate" if not ready else "fixed"
-        self.state = jax.jit(lambda vector: made.init(layout.unflatten([vector])))(replica.parameters)
+        self.state = jax.jit(lambda vector: made.init(tree.unflatten([vector])))(replica.parameters)
         if ready and "learning_rate" in getattr(self.state, "hyperparams", {}):
             way = "hyperparams"
         self.fixed = way == "fixed"
-        self._way, self._update = way, update_of(ById.wrap(given), way, layout)
+        self._way, self._update = way, update_of(ById.wrap(given), way, tree)
 
     def __repr__(self) -> str:
         """What it computes, hashed: an optax transformation does not say what it was made from."""
@@ -53,7 +54,7 @@ class OptaxUpdater:
             return float(self.state.hyperparams["learning_rate"])
         return 1.0 if self.fixed else None
 
-    def __call__(self, gradient: Any, lr: float, t: int, z: Any) -> None:
+    def apply(self, gradient: Any, lr: float, t: int) -> None:
         if self.fixed and lr != 1:
             raise Invalid(
                 f"schedule asks for a rate of {lr:g}, but this optax transformation has its rate inside: pass the function "
@@ -75,17 +76,17 @@ class OptaxUpdater:
 
 
 @functools.lru_cache(maxsize=16)
-def update_of(given: Any, way: str, layout: Layout) -> Any:
-    given = given.it if isinstance(given, ById) else given
+def update_of(given: Any, way: str, tree: FlatTree) -> Any:
+    given = given.function if isinstance(given, ById) else given
 
     @jax.jit
     def update(parameters: Any, gradient: Any, state: Any, lr: Any) -> tuple[Any, Any]:
-        params, gradients = layout.unflatten([parameters]), layout.unflatten([gradient])
+        params, gradients = tree.unflatten([parameters]), tree.unflatten([gradient])
         if way == "hyperparams":
             state = state._replace(hyperparams={**state.hyperparams, "learning_rate": lr})
         transformation = given(lr) if way == "rate" else given
         updates, state = transformation.update(gradients, state, params)
         moved = jax.tree.map(lambda p, u: p + u.astype(p.dtype), params, updates)
-        return layout.flatten(moved)[0], state
+        return tree.flatten(moved)[0], state
 
     return update

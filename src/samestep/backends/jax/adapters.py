@@ -70,17 +70,13 @@ class LinenAdapter(Adapter):
         output, new = self.module.apply(variables, x, rngs=rngs, mutable=list(state), **self.options(train))
         return output, {name: new.get(name, state[name]) for name in state}
 
-    def init(self, x: Array) -> dict[str, Any]:
-        """New variables, drawn from seed 0."""
-        return dict(drawn(self, x))
-
     def model(self, params: Any, state: Any) -> nn.Module:
         return self.module.bind({"params": params, **state})
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def drawn(adapter: LinenAdapter, x: Array) -> Any:
-    """Compiled once for a module: its next fit finds this."""
+    """New variables, from seed 0. Compiled once for a module: its next fit finds this."""
     return adapter.module.init(streams(jax.random.key(0)), x, **adapter.options(False))
 
 
@@ -95,11 +91,6 @@ class NnxAdapter(Adapter):
 
     graph: Any
     streams: Any = field(compare=False)  # the user's own, to be given back
-
-    @staticmethod
-    def split(model: nnx.Module) -> tuple[NnxAdapter, Any, Any]:
-        graph, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
-        return NnxAdapter(graph, streams), params, state
 
     def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(self.streams)
@@ -127,7 +118,8 @@ def adapt(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Adapter, Any, A
             raise Invalid("the parameters of this Pair are not made yet: pass Pair(apply, init(key, x))")
         return PairAdapter(ById.wrap(model.apply)), params, model.state
     if isinstance(model, nnx.Module):
-        return NnxAdapter.split(model)
+        graph, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        return NnxAdapter(graph, streams), params, state
     if model.scope is not None:
         module, variables = model.unbind()
     elif id(model) in made:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
 
 from samestep.backends.base import Backend, Shape
-from samestep.backends.jax.adapters import LinenAdapter, adapt
+from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
 from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
 from samestep.backends.jax.pair import Pair
 from samestep.backends.jax.replica import JaxReplica
@@ -156,7 +156,7 @@ class JaxBackend(Backend):
             if isinstance(model, Pair) and callable(model.params):
                 self._made[id(model)] = model, model.params(jax.random.key(0), first)
             elif isinstance(model, nn.Module) and model.scope is None:
-                self._made[id(model)] = model, LinenAdapter(model).init(first)
+                self._made[id(model)] = model, drawn(LinenAdapter(model), first)
         adapter, params, state = adapt(model, self._made)
         dtype = check_weights(self.describe(model), (str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(params)))
         check_examples(name, x, dtype)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from samestep.backends.base import Replica, Sums, Task
+from samestep.backends.base import Backend, Replica, Sums, Task
 from samestep.backends.jax.adapters import Adapter, ById
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.program import program
@@ -19,7 +19,6 @@ from samestep.errors import Invalid
 from samestep.shards import parts
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Backend
     from samestep.data.feed import Batch
 
 Array = Any

@@ -9,19 +9,8 @@ import pytest
 import torch
 
 from samestep import backends
-from samestep.devices import (
-    Device,
-    cpu,
-    device_of,
-    get,
-    gpu,
-    num_gpus,
-    put,
-    resolve,
-    same_device,
-    try_all_gpus,
-    try_gpu,
-)
+from samestep.backends.arrays import device_of, get, num_gpus, put, same_device, try_all_gpus, try_gpu
+from samestep.devices import Device, cpu, gpu, resolve
 from samestep.errors import DevicesDiffer, Invalid, WrongType
 
 
@@ -316,7 +305,7 @@ def test_same_device_is_the_one_they_are_on() -> None:
 
 def test_different_devices_are_named_with_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"a": cpu(), "b": gpu(1), "c": cpu()}
-    monkeypatch.setattr("samestep.devices.device_of", places.__getitem__)
+    monkeypatch.setattr("samestep.backends.arrays.device_of", places.__getitem__)
     assert same_device(x="a", weight="c") == cpu()
     assert same_device(x="b") == gpu(1)
     with pytest.raises(DevicesDiffer) as error:

@@ -49,11 +49,9 @@ class TorchReplica(Replica):
             self.weights = Flat.of(list(trained), list(trained.values()), self._native)
             self.buffers = [Flat.of([known[id(b)] for b in group], group, self._native) for group in buffers.values()]
             # Original tensor → ours. What is neither trained nor a kept buffer never changes: one copy serves all lanes.
-            self._ours = {}
-            for group, flat in zip(
-                [[*trained.values()], *buffers.values()], [self.weights, *self.buffers], strict=True
-            ):
-                self._ours |= zip(map(id, group), flat.views, strict=True)
+            originals = [*trained.values(), *(buffer for group in buffers.values() for buffer in group)]
+            views = [view for flat in [self.weights, *self.buffers] for view in flat.views]
+            self._ours = dict(zip(map(id, originals), views, strict=True))
             constant = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in self._ours]
             self._ours |= {id(t): t.detach().to(self._native, copy=True) for t in constant}
         self._constants = {known[id(t)]: self._ours[id(t)] for t in constant if id(t) in known}

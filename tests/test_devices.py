@@ -10,6 +10,7 @@ import torch
 
 from samestep import backends
 from samestep.backends.arrays import device_of, get, num_gpus, put, same_device, try_all_gpus, try_gpu
+from samestep.backends.base import Backend
 from samestep.devices import Device, cpu, gpu, resolve
 from samestep.errors import DevicesDiffer, Invalid, WrongType
 
@@ -24,6 +25,8 @@ class Machine:
 
     def devices(self) -> list[Device]:
         return [*map(cpu, range(self.cpus)), *map(gpu, range(self.gpus))]
+
+    usable, require = Backend.usable, Backend.require
 
 
 NO_GPU: Any = Machine(0)
@@ -131,7 +134,7 @@ def test_try_all_gpus_is_never_empty() -> None:
 def test_an_unknown_framework_is_refused() -> None:
     with pytest.raises(WrongType) as error:
         num_gpus("caffe")
-    assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(backends.available())}"
+    assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(backends.FRAMEWORKS)}"
 
 
 # The devices of a run
@@ -296,7 +299,7 @@ def test_where_an_array_is() -> None:
 def test_what_is_no_array_is_refused(ask: Any) -> None:
     with pytest.raises(WrongType) as error:
         ask({"x": 1})
-    assert str(error.value) == f"expected an array of {', '.join(backends.available())} or NumPy, got builtins.dict"
+    assert str(error.value) == f"expected an array of {', '.join(backends.FRAMEWORKS)} or NumPy, got builtins.dict"
 
 
 def test_same_device_is_the_one_they_are_on() -> None:

@@ -428,7 +428,8 @@ def test_no_threads_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*given)
             kept.append(self)
 
-    monkeypatch.setattr("samestep.training.evaluation.Feed", Kept)
+    for module in ("fit", "trainer"):
+        monkeypatch.setattr(f"samestep.training.{module}.Feed", Kept)
     fit(Data(Store(), Store(TX, TY)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("samestep")]
     ss.Trainer(devices=1, progress=False).evaluate(mlp((5, 4, 3)), Store())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from samestep.backends.base import Replica, Sums, Task
+from samestep.backends.base import Replica, Task
 from samestep.backends.layout import ALIGN, Tensors
 from samestep.backends.torch.bands import Bands, bands_of, watched
 from samestep.backends.torch.fingerprint import VectorFingerprint
@@ -28,6 +28,7 @@ from samestep.shards import Span
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
     from samestep.data.feed import Batch
+    from samestep.training.step import ReplicaSums
 
 Pieces = tuple[torch.Tensor, ...]
 
@@ -80,7 +81,7 @@ class TorchReplica(Replica):
         pieces, numbers = self._compute(self._lane(training=True), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
 
-    def tasks(self, batch: Batch, shards: range, sums: Sums) -> list[Task]:
+    def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         if len(sums.bands) == 1:
             return super().tasks(batch, shards, sums)
 

@@ -1,8 +1,8 @@
-"""What backends/bits.py computes, written with Python's whole numbers."""
+"""What fingerprint.py computes, written with Python's whole numbers."""
 
 from __future__ import annotations
 
-from samestep import fingerprint as bits
+from samestep.fingerprint import odd as odd_numbers
 
 
 def of_bytes(raw: bytes) -> int:
@@ -12,7 +12,7 @@ def of_bytes(raw: bytes) -> int:
     sums = words[len(rows) * 1023 :] + [sum(row) for row in rows] + [sum(column) for column in zip(*rows, strict=True)]
     words = [wrapped(number) for number in sums]
     both = words + [word >> 32 for word in words]
-    return sum(word * int(odd) for word, odd in zip(both, bits.odd(len(both)), strict=True)) % (1 << 64)
+    return sum(word * int(odd) for word, odd in zip(both, odd_numbers(len(both)), strict=True)) % (1 << 64)
 
 
 def wrapped(number: int) -> int:

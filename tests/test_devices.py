@@ -9,19 +9,9 @@ import pytest
 import torch
 
 from samestep import backends
-from samestep.devices import (
-    Device,
-    cpu,
-    device_of,
-    get,
-    gpu,
-    num_gpus,
-    put,
-    resolve,
-    same_device,
-    try_all_gpus,
-    try_gpu,
-)
+from samestep.backends.arrays import device_of, get, num_gpus, put, same_device, try_all_gpus, try_gpu
+from samestep.backends.base import Backend
+from samestep.devices import Device, cpu, gpu, resolve
 from samestep.errors import DevicesDiffer, Invalid, WrongType
 
 
@@ -35,6 +25,8 @@ class Machine:
 
     def devices(self) -> list[Device]:
         return [*map(cpu, range(self.cpus)), *map(gpu, range(self.gpus))]
+
+    usable, require = Backend.usable, Backend.require
 
 
 NO_GPU: Any = Machine(0)
@@ -142,7 +134,7 @@ def test_try_all_gpus_is_never_empty() -> None:
 def test_an_unknown_framework_is_refused() -> None:
     with pytest.raises(WrongType) as error:
         num_gpus("caffe")
-    assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(backends.available())}"
+    assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(backends.FRAMEWORKS)}"
 
 
 # The devices of a run
@@ -307,7 +299,7 @@ def test_where_an_array_is() -> None:
 def test_what_is_no_array_is_refused(ask: Any) -> None:
     with pytest.raises(WrongType) as error:
         ask({"x": 1})
-    assert str(error.value) == f"expected an array of {', '.join(backends.available())} or NumPy, got builtins.dict"
+    assert str(error.value) == f"expected an array of {', '.join(backends.FRAMEWORKS)} or NumPy, got builtins.dict"
 
 
 def test_same_device_is_the_one_they_are_on() -> None:
@@ -316,7 +308,7 @@ def test_same_device_is_the_one_they_are_on() -> None:
 
 def test_different_devices_are_named_with_their_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {"a": cpu(), "b": gpu(1), "c": cpu()}
-    monkeypatch.setattr("samestep.devices.device_of", places.__getitem__)
+    monkeypatch.setattr("samestep.backends.arrays.device_of", places.__getitem__)
     assert same_device(x="a", weight="c") == cpu()
     assert same_device(x="b") == gpu(1)
     with pytest.raises(DevicesDiffer) as error:

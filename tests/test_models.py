@@ -26,7 +26,7 @@ if "mxnet" not in PYTHONS and MXNET.exists():
 @pytest.mark.parametrize("framework", [name for name in backends.FRAMEWORKS if name != "torch"])
 def test_weights_move_to_another_framework_and_back(framework: str, tmp_path: Path) -> None:
     """Trained in one and evaluated in the other: the same hits, and the loss to rounding. Batch norm's statistics included."""
-    if framework not in PYTHONS or framework not in backends.available():
+    if framework not in PYTHONS or framework not in backends.FRAMEWORKS:
         pytest.skip(f"{framework} is not installed")
     random, data, ours = np.random.default_rng(0), {}, {}
     for name, side in MODELS.items():

@@ -20,7 +20,7 @@ import samestep as ss
 from samestep.models.torch import mlp
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Writer
-from samestep.runs.run import RunFolder
+from samestep.runs.folder import RunFolder
 from samestep.runs.verify import Job, Way
 
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def test_killed_at_random_moments(chaos: ModuleType, tmp_path: Path) -> None:
 
 
 FORGETS = """
-from samestep.training.step import FlatUpdater
+from samestep.optimizers.updating import FlatUpdater
 FlatUpdater.load = lambda self, tensors: None  # the optimizer's state
 import job
 job.main()
@@ -76,11 +76,14 @@ import json, os, shutil, signal, sys, threading, traceback
 from pathlib import Path
 import numpy as np
 from samestep.runs import checkpoint
-from samestep.runs.run import Run, RunFolder, chain, events, fingerprint
+from samestep.fingerprint import of_weights
+from samestep.runs.events import chain, events
+from samestep.runs.folder import RunFolder
+from samestep.runs.run import Run
 
 os.fsync = lambda file: None  # what was written is there after a kill, if not after a loss of power
 STEPS, RECIPE, root = 4, {"max_epochs": 1, "seed": 0, "initial": "0" * 64}, sys.argv[1]
-FILES = {sys.modules[name].__file__ for name in ("samestep.runs.run", "samestep.runs.checkpoint")}
+FILES = {sys.modules[name].__file__ for name in ("samestep.runs.folder", "samestep.runs.checkpoint")}
 
 def weights(step):
     return {"w": np.full(3, step, np.float32)}
@@ -108,7 +111,7 @@ def session(folder, every, stop=None):
         save(STEPS)
         made.writer.flush()
     made.weights(weights(STEPS))
-    made({"event": "end", "fingerprint": fingerprint(weights(STEPS))})
+    made({"event": "end", "fingerprint": of_weights(weights(STEPS))})
     made.close(False)
     return first
 

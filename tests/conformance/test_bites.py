@@ -10,6 +10,7 @@ from samestep.processes import exchange as exchanging
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass
 from samestep.training import fit as fitting
+from samestep.training import group as grouping
 from samestep.training import step as stepping
 
 Replica = suite.zoo.Replica
@@ -51,15 +52,14 @@ def sum_in_device_order(monkeypatch):
 
 def watched_groups(monkeypatch, touch=lambda group: None):
     """How many devices the current run has, for twins that need to know; `touch` is called with each new group."""
-    make, seen = ss.Trainer._group, {}
+    make, seen = grouping.Group.__init__, {}
 
-    def group(self, backend, model, devices, *rest):
-        seen["devices"] = len(devices)
-        made = make(self, backend, model, devices, *rest)
-        touch(made)
-        return made
+    def init(self, backend, replicas, *rest):
+        seen["devices"] = len(replicas)
+        make(self, backend, replicas, *rest)
+        touch(self)
 
-    monkeypatch.setattr(ss.Trainer, "_group", group)
+    monkeypatch.setattr(grouping.Group, "__init__", init)
     return seen
 
 
@@ -79,8 +79,8 @@ def shared_storage(monkeypatch):
 
     def alias(group):
         for replica in group.replicas[1:]:
-            for name in ("parameters", "weights", "_print"):  # the last is PyTorch's fingerprint of them
-                if hasattr(replica, name):
+            for name in ("weights", "_vectors", "_fingerprint"):  # where frameworks keep them, and what looks at them
+                if name in vars(replica):
                     setattr(replica, name, getattr(group.replicas[0], name))
 
     watched_groups(monkeypatch, alias)

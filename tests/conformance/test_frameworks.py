@@ -20,7 +20,7 @@ from conformance import suite
 from conformance.precision import PRECISIONS, computing_in, double
 from samestep import draws, models
 from samestep.data import fashion
-from samestep.runs.run import fingerprint
+from samestep.fingerprint import of_weights
 from samestep.screen import cli
 
 STEPS, BATCH, RATE = 100, 16, 0.05
@@ -126,6 +126,6 @@ def test_the_command_trains_with_this_framework(
     assert (ended.value.code or 0, said.err) == (0, "")
     run = ss.Run.load(tmp_path / "run")
     assert f"fingerprint {run.fingerprint}" in said.out
-    assert (run.recipe["framework"], run.recipe["initial"]) == (suite.BACKEND, fingerprint(models.lenet()))
+    assert (run.recipe["framework"], run.recipe["initial"]) == (suite.BACKEND, of_weights(models.lenet()))
     trainer = ss.Trainer(max_epochs=1, batch_size=16, schedule=0.2, progress=False)
     suite.same(run, trainer.fit(suite.zoo.models.lenet(), ss.Data(train=train, test=test)))

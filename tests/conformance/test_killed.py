@@ -22,7 +22,7 @@ JOB = f"""
 import sys, threading
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from conformance import suite
-from samestep.training.step import Group
+from samestep.training.group import Group
 
 step, model, last = Group.step, sys.argv[1], int(sys.argv[2])
 

@@ -5,7 +5,7 @@ import numpy as np
 import samestep as ss
 from conformance import suite
 from samestep import backends
-from samestep.data.examples import Pass
+from samestep.data.feed import Pass
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.random((32, 1, 28, 28), dtype=np.float32), RANDOM.integers(0, 10, 32)

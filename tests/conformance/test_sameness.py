@@ -4,7 +4,7 @@ import pytest
 
 import samestep as ss
 from conformance import suite
-from samestep.training.step import Group
+from samestep.training.group import Group
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
 
@@ -29,10 +29,10 @@ def stop_after(patch, steps):
     """Fail between two steps, as whatever ends a fit from outside does."""
     step = Group.step
 
-    def fail(self, pass_, spans, keys, lr, t):
+    def fail(self, batch, lr, t):
         if t == steps:
             raise Stopped
-        return step(self, pass_, spans, keys, lr, t)
+        return step(self, batch, lr, t)
 
     patch.setattr(Group, "step", fail)
 

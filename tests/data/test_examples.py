@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import samestep as ss
 from samestep import draws
 from samestep.backends.torch.backend import backend
-from samestep.data import examples as data_module
-from samestep.data.examples import READ_AHEAD, Data, Feed, Source
+from samestep.data import feed as feeding
+from samestep.data.examples import Data, Source
+from samestep.data.feed import READ_AHEAD, Feed
 from samestep.devices import cpu
 from samestep.errors import Invalid, WrongType
 from samestep.models.torch import mlp
@@ -372,7 +373,7 @@ def test_never_more_than_read_ahead_shards_ahead_and_always_that_many(ahead: Any
 
 
 def test_one_reader_reads_in_the_order_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_module.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(feeding.os, "cpu_count", lambda: 1)
     source = Recorder()
     fit(source, devices=2)
     assert source.threads[0] == threading.current_thread().name  # the one example that shows what the model gives
@@ -427,7 +428,8 @@ def test_no_threads_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(*given)
             kept.append(self)
 
-    monkeypatch.setattr("samestep.training.fit.Feed", Kept)
+    for module in ("fit", "trainer"):
+        monkeypatch.setattr(f"samestep.training.{module}.Feed", Kept)
     fit(Data(Store(), Store(TX, TY)))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("samestep")]
     ss.Trainer(devices=1, progress=False).evaluate(mlp((5, 4, 3)), Store())

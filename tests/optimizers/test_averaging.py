@@ -15,7 +15,7 @@ import samestep as ss
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average, path_average, swa
 from samestep.schedules.kinds import cosine
-from samestep.training.step import Group
+from samestep.training.group import Group
 
 STEPS, EPOCHS = 4, 4  # 61 examples in batches of 16: the last has 13
 ROUNDING = 1e-14  # relative, float64: a running mean of up to 16 vectors against their sum, divided once

@@ -29,8 +29,9 @@ from torch import nn
 import samestep as ss
 from samestep.errors import Invalid, WrongType
 from samestep.runs import checkpoint
-from samestep.runs.checkpoint import Cadence, Writer, pack, parse, paths, read, unpack
-from samestep.runs.run import RunFolder
+from samestep.runs.cadence import Cadence, parse
+from samestep.runs.checkpoint import Writer, pack, paths, read, unpack
+from samestep.runs.folder import RunFolder
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((40, 5)).astype(np.float32)
@@ -512,7 +513,7 @@ def test_a_log_that_cannot_be_written_ends_the_fit_with_one_line(
         opening = lambda path, mode: (  # noqa: E731
             Full(builtins.open(path, mode)) if mode == "ab" else builtins.open(path, mode)  # noqa: SIM115
         )
-        patch.setattr("samestep.runs.run.open", opening, raising=False)
+        patch.setattr("samestep.runs.folder.open", opening, raising=False)
         with pytest.raises(Invalid) as caught:
             fit(run_dir=folder, checkpoint_every=1)
     assert str(caught.value) == LOG.format(folder)
@@ -561,7 +562,7 @@ def test_a_resume_that_finds_the_disk_full_leaves_the_run_as_it_was(
                 raise OSError(errno.ENOSPC, FULL)
             return builtins.open(path, mode)
 
-        for module in ("checkpoint", "run"):
+        for module in ("checkpoint", "folder"):
             patch.setattr(f"samestep.runs.{module}.open", opening, raising=False)
         with pytest.raises(Invalid) as caught:
             fit(run_dir=folder, max_epochs=3)

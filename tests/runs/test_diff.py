@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 import samestep as ss
 from samestep.draws import order
 from samestep.errors import Invalid
+from samestep.fingerprint import of_weights
 from samestep.models.torch import mlp
 from samestep.runs import checkpoint
 from samestep.runs.diff import compare, describe, to_json
-from samestep.runs.run import fingerprint
 from samestep.screen import cli
 from samestep.shards import cut_pass
 
@@ -341,7 +341,7 @@ def change_weights(folder: Path, name: str, value: Any) -> None:
     tensors[name] = np.asarray(value, np.float32)
     save_file(tensors, folder / "weights.safetensors")
     log = (folder / "events.jsonl").read_text()
-    (folder / "events.jsonl").write_text(log.replace(end(folder), fingerprint(tensors)))
+    (folder / "events.jsonl").write_text(log.replace(end(folder), of_weights(tensors)))
 
 
 # Logs changed by hand

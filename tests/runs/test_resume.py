@@ -41,11 +41,12 @@ from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import cpu
 from samestep.errors import Invalid
+from samestep.fingerprint import of_weights
 from samestep.optimizers.averaging import Averager
 from samestep.optimizers.updating import FlatUpdater
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import paths, read
-from samestep.runs.run import Run, export, fingerprint
+from samestep.runs.run import Run, export
 from samestep.schedules.rates import Rates
 from samestep.training.fit import Fit
 
@@ -285,14 +286,14 @@ def test_on_a_gpu_as_well(kind: str, name: str, tmp_path: Path) -> None:
 
 def stopping(patch: pytest.MonkeyPatch, after: int) -> None:
     """Fail between two steps, which needs nothing of the framework."""
-    from samestep.training.step import Group
+    from samestep.training.group import Group
 
     step = Group.step
 
-    def fail(self: Group, pass_: Any, spans: Any, keys: Any, lr: float, t: int) -> Any:
+    def fail(self: Group, batch: Any, lr: float, t: int) -> Any:
         if t == after:
             raise Interrupted
-        return step(self, pass_, spans, keys, lr, t)
+        return step(self, batch, lr, t)
 
     patch.setattr(Group, "step", fail)
 
@@ -596,7 +597,7 @@ def of_a_step(replica: TorchReplica) -> int:
 
 
 def of_a_run(replica: TorchReplica) -> str:
-    return fingerprint(replica.tensors())
+    return of_weights(replica.tensors())
 
 
 def test_fingerprints_count_every_tensor() -> None:
@@ -606,7 +607,7 @@ def test_fingerprints_count_every_tensor() -> None:
 
 def test_fingerprints_that_ignore_a_tensor_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(names: str) -> Callable[[TorchReplica], str]:
-        return lambda replica: fingerprint({n: t for n, t in replica.tensors().items() if not re.search(names, n)})
+        return lambda replica: of_weights({n: t for n, t in replica.tensors().items() if not re.search(names, n)})
 
     for names in ("norm.running_mean", "norm.num_batches_tracked", "conv.bias", "^(first|second).weight"):
         with pytest.raises(AssertionError, match="does not count"):
@@ -889,7 +890,7 @@ def test_another_recipe_is_refused_and_told(name: str, held: Path) -> None:
 
 def test_other_weights_are_refused_with_a_hint(held: Path) -> None:
     def start(model: nn.Module) -> str:
-        return fingerprint({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+        return of_weights({name: tensor.numpy() for name, tensor in model.state_dict().items()})
 
     text = refusal(held, model=dense(seed=5))
     assert text == f"initial is '{start(dense(seed=5))}', was '{start(dense())}'{END}{HINT}"
@@ -1396,7 +1397,7 @@ def assert_exported(path: Path, tensors: dict[str, Any]) -> None:
     }
     model = Tied()
     model.load_state_dict(load_torch(path), strict=True)
-    assert fingerprint({name: t.numpy() for name, t in model.state_dict().items()}) == fingerprint(tensors)
+    assert of_weights({name: t.numpy() for name, t in model.state_dict().items()}) == of_weights(tensors)
 
 
 def test_weights_are_taken_by_a_model_of_torch(finished: tuple[Run, Path]) -> None:
@@ -1433,7 +1434,7 @@ def test_export(finished: tuple[Run, Path], tmp_path: Path) -> None:
 def test_export_of_a_run_that_was_interrupted(held: Path, tmp_path: Path) -> None:
     assert export(held, tmp_path / "w") == 3
     stored = load_file(tmp_path / "w")
-    assert fingerprint(stored) == fingerprint(read(paths(held)[-1]).group("model"))
+    assert of_weights(stored) == of_weights(read(paths(held)[-1]).group("model"))
     dense().load_state_dict(load_torch(tmp_path / "w"), strict=True)
 
 
@@ -1474,7 +1475,7 @@ def test_what_cannot_be_exported(finished: tuple[Run, Path], held: Path, tmp_pat
         f"{tmp_path / 'damaged' / 'weights.safetensors'} is damaged: its weights do not have the run's fingerprint",
         tmp_path / "damaged",
     )
-    assert run.fingerprint == fingerprint(load_file(weights))
+    assert run.fingerprint == of_weights(load_file(weights))
 
 
 if __name__ == "__main__":

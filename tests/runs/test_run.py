@@ -19,8 +19,8 @@ from test_checkpoint import be_patient
 import samestep as ss
 from samestep.draws import order
 from samestep.errors import Invalid, NotFinite
+from samestep.fingerprint import of_weights
 from samestep.models.torch import mlp
-from samestep.runs.run import fingerprint
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((40, 5)).astype(np.float32)
@@ -107,9 +107,9 @@ def test_fingerprints_of_every_step() -> None:
 
 def test_the_fingerprint_is_that_of_the_weights() -> None:
     run = fit()
-    assert run.fingerprint == fingerprint(run.weights())
-    assert run.fingerprint == fingerprint({name: t.numpy() for name, t in run.model.state_dict().items()})
-    assert run.recipe["initial"] == fingerprint({n: t.numpy() for n, t in mlp((5, 4, 3), seed=1).state_dict().items()})
+    assert run.fingerprint == of_weights(run.weights())
+    assert run.fingerprint == of_weights({name: t.numpy() for name, t in run.model.state_dict().items()})
+    assert run.recipe["initial"] == of_weights({n: t.numpy() for n, t in mlp((5, 4, 3), seed=1).state_dict().items()})
 
 
 def test_recipe_says_nothing_about_the_number_of_devices(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_weights_on_disk_are_those_of_the_run(folder: Path) -> None:
     for name, tensor in stored.items():
         assert (tensor.dtype, tensor.shape) == (held[name].dtype, held[name].shape)
         assert tensor.tobytes() == held[name].tobytes()
-    assert fingerprint(stored) == run.fingerprint
+    assert of_weights(stored) == run.fingerprint
 
 
 def test_load_gives_the_run_back(folder: Path) -> None:
@@ -209,7 +209,7 @@ def test_load_gives_the_run_back(folder: Path) -> None:
     assert back.history == run.history
     assert (back.recipe, back.devices, back.folder) == (run.recipe, run.devices, folder)
     assert (back.fingerprint, back.fingerprints) == (run.fingerprint, run.fingerprints)
-    assert fingerprint(back.weights()) == run.fingerprint
+    assert of_weights(back.weights()) == run.fingerprint
     with pytest.raises(Invalid, match="has no model"):
         _ = back.model
 
@@ -439,8 +439,8 @@ def test_fingerprint_does_not_depend_on_order(tensors: dict[str, Any], random: A
     names = list(tensors)
     random.shuffle(names)
     shuffled = {name: tensors[name].copy(order="F") for name in names}
-    assert fingerprint(shuffled) == fingerprint(tensors)
-    assert len(fingerprint(tensors)) == 64
+    assert of_weights(shuffled) == of_weights(tensors)
+    assert len(of_weights(tensors)) == 64
 
 
 @settings(deadline=None, max_examples=60)
@@ -450,7 +450,7 @@ def test_fingerprint_depends_on_every_byte(tensors: dict[str, Any], data: st.Dat
     content = bytearray(tensors[name].tobytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     changed = np.frombuffer(bytes(content), tensors[name].dtype).reshape(tensors[name].shape)
-    assert fingerprint(tensors | {name: changed}) != fingerprint(tensors)
+    assert of_weights(tensors | {name: changed}) != of_weights(tensors)
 
 
 @settings(deadline=None, max_examples=60)
@@ -459,8 +459,8 @@ def test_fingerprint_depends_on_names(tensors: dict[str, Any], other: str) -> No
     first = next(iter(tensors))
     if other not in tensors:
         renamed = {other if name == first else name: tensor for name, tensor in tensors.items()}
-        assert fingerprint(renamed) != fingerprint(tensors)
-    assert fingerprint({name: tensors[name] for name in tensors if name != first}) != fingerprint(tensors)
+        assert of_weights(renamed) != of_weights(tensors)
+    assert of_weights({name: tensors[name] for name in tensors if name != first}) != of_weights(tensors)
 
 
 def test_fingerprint_depends_on_type_and_shape() -> None:
@@ -469,13 +469,13 @@ def test_fingerprint_depends_on_type_and_shape() -> None:
         zeros.view(np.int32), zeros.astype(">f4"), zeros.view(np.float64), zeros.reshape(2, 2), zeros.reshape(4, 1),
         zeros[:3], np.float32(0), zeros[:1],
     ]  # fmt: skip
-    prints = [fingerprint({"w": tensor}) for tensor in [zeros, *others]]
+    prints = [of_weights({"w": tensor}) for tensor in [zeros, *others]]
     assert len(set(prints)) == len(prints)
-    assert fingerprint({"w": -zeros}) != fingerprint({"w": zeros})  # -0.0 is another number
-    assert fingerprint({"a": zeros[:1], "b": zeros}) != fingerprint({"a": zeros, "b": zeros[:1]})
+    assert of_weights({"w": -zeros}) != of_weights({"w": zeros})  # -0.0 is another number
+    assert of_weights({"a": zeros[:1], "b": zeros}) != of_weights({"a": zeros, "b": zeros[:1]})
 
 
 def test_fingerprint_is_the_same_in_every_process_and_version() -> None:
     # SHA-256 of '["b", "<i8", []]', 8 bytes, '["w", "<f4", [2, 3]]', 24 bytes
     tensors = {"w": np.arange(6, dtype="<f4").reshape(2, 3), "b": np.array(7, "<i8")}
-    assert fingerprint(tensors) == "7f180f39ae388f33b8f14d19b9e25fea6b18a74f0f3a108b5e563dc9dc331050"
+    assert of_weights(tensors) == "7f180f39ae388f33b8f14d19b9e25fea6b18a74f0f3a108b5e563dc9dc331050"

@@ -133,11 +133,11 @@ def test_the_same_in_every_way(verify: Verify) -> None:
 def initial(seed: int) -> str:
     import torch
 
-    from samestep.runs.run import fingerprint
+    from samestep.fingerprint import of_weights
 
     torch.manual_seed(seed)
     layers = torch.nn.Linear(6, 256), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(256, 3)
-    return fingerprint({name: tensor.numpy() for name, tensor in torch.nn.Sequential(*layers).state_dict().items()})
+    return of_weights({name: tensor.numpy() for name, tensor in torch.nn.Sequential(*layers).state_dict().items()})
 
 
 def test_a_loss_that_knows_its_rank(verify: Verify) -> None:

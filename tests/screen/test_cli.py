@@ -23,9 +23,9 @@ from test_checkpoint import be_patient
 import samestep as ss
 from samestep import backends
 from samestep.data import fashion
+from samestep.processes.place import OVERRIDES
 from samestep.runs import verify
 from samestep.screen import cli
-from samestep.training.trainer import OVERRIDES
 
 RANDOM = np.random.default_rng(0)
 TRAIN, TEST = ((RANDOM.random((n, 1, 28, 28), np.float32), RANDOM.integers(0, 10, n)) for n in (64, 32))
@@ -299,8 +299,8 @@ def weights_in(path: str) -> str:
     """The fingerprint of a file that PyTorch's own model takes, every name of it."""
     from safetensors.torch import load_file
 
+    from samestep.fingerprint import of_weights as of
     from samestep.models.torch import mlp
-    from samestep.runs.run import fingerprint as of
 
     model = mlp(seed=5)
     model.load_state_dict(load_file(path), strict=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from samestep.backends.layout import Layout, Numbers, Tensors
 from samestep.backends.losses import Losses
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from samestep.data.feed import Batch
     from samestep.processes.place import Place
     from samestep.processes.world import World
+    from samestep.training.step import ReplicaSums
 
 Array = Any  # an array of the framework
 Vector = Any  # a flat vector of the framework
@@ -41,17 +42,6 @@ class Shape:
 
     classes: int | None  # the length of the output if it is one score per class, else None
     dtype: str  # of the weights, as NumPy names it
-
-
-class Sums(Protocol):
-    """Where the vectors of shards are added up."""
-
-    @property
-    def bands(self) -> Sequence[Span]:
-        """Ranges of the vector; more than one only if each is wanted as soon as it is computed."""
-
-    def add(self, span: Span, vector: Vector, band: int = 0) -> None:
-        """Add a band of the sum over shards [lo, hi), mostly of one shard."""
 
 
 class Replica(ABC):
@@ -84,7 +74,7 @@ class Replica(ABC):
     def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
         """The vector described above for one shard, with noise drawn from the key."""
 
-    def tasks(self, batch: Batch, shards: range, sums: Sums) -> list[Task]:
+    def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         """What there is to do for these shards of a batch; the tasks do not depend on each other."""
 
         def compute(shard: int) -> None:

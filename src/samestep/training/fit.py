@@ -14,7 +14,7 @@ import numpy as np
 from samestep import draws, fingerprint
 from samestep.backends.base import Backend
 from samestep.data.examples import Data
-from samestep.data.feed import Batch
+from samestep.data.feed import Batch, Feed, probe
 from samestep.devices import Device
 from samestep.errors import NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
@@ -26,7 +26,6 @@ from samestep.runs.folder import RunFolder
 from samestep.runs.run import Run
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
-from samestep.training.evaluation import evaluate, feed_of, probe
 from samestep.training.group import Group
 from samestep.training.progress import show
 from samestep.training.recipe import agree, recipe
@@ -45,17 +44,20 @@ class Fit:
         self, settings: Settings, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
     ) -> None:
         self.settings, self.backend, self.data, self.devices, self.world = settings, backend, data, devices, world
-        self.shape = probe(backend, settings, model, data.train)
+        self.shape = probe(backend, model, settings.loss, data.train)
         if data.test:
-            probe(backend, settings, model, data.test)  # what cannot be evaluated is found before an epoch is spent
+            probe(
+                backend, model, settings.loss, data.test
+            )  # what cannot be evaluated is found before an epoch is spent
         self.group = Group.of(settings, backend, model, devices, world)
         self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
         self.rates = Rates(settings.schedule, backend, updater, steps, settings.max_epochs, self.shape)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs) if settings.average else None
-        self.feed = feed_of(backend, settings, data.train, devices, self.shape)
-        self.test = feed_of(backend, settings, data.test, devices, self.shape) if data.test else None
+        labels = self.shape.classes if settings.loss is None else None  # how many there are, where they must be checked
+        self.feed = Feed(backend, data.train, devices, labels)
+        self.test = Feed(backend, data.test, devices, labels) if data.test else None
         about = agree(recipe(settings, model, data, self.shape, self.group, self.rates), world)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
@@ -212,7 +214,7 @@ class Fit:
             "test_loss": None, "test_accuracy": None, "seconds": time.perf_counter() - began,
         }  # fmt: skip
         if self.test:
-            row["test_loss"], row["test_accuracy"] = evaluate(settings, self.group, self.test, self.shape)
+            row["test_loss"], row["test_accuracy"] = self.evaluate(self.group, self.test)
             if not math.isfinite(row["test_loss"]):
                 raise NotFinite(
                     f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
@@ -272,9 +274,12 @@ class Fit:
             self.folder.weights(self.result.average, "average.safetensors")
         if self.test:
             group = Group.of(settings, self.backend, first.model(vectors), self.devices, self.world)
-            loss, accuracy = evaluate(settings, group, self.test, self.shape)
+            loss, accuracy = self.evaluate(group, self.test)
             group.close()
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
+
+    def evaluate(self, group: Group, feed: Feed) -> tuple[float, float | None]:
+        return group.evaluate(feed, self.settings.batch_size, self.shape.classes)
 
     def compare_replicas(self, step: int) -> None:
         if len(set(self.group.fingerprints())) > 1:

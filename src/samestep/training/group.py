@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep import draws
-from samestep.data.feed import Batch
+from samestep.data.feed import Batch, Feed
 from samestep.errors import Invalid
 from samestep.optimizers.rules import Optimizer
 from samestep.optimizers.updating import FlatUpdater
 from samestep.processes.exchange import Across
 from samestep.processes.world import Alone, World
 from samestep.runs.checkpoint import pack, unpack
-from samestep.shards import Span, cut, parts
+from samestep.shards import Span, cut, cut_pass, parts, tree_sum
 from samestep.training.step import Step, StepAcross
 
 if TYPE_CHECKING:
@@ -154,8 +154,16 @@ class Group:
             z[gap] = 0  # in no checkpoint, so it must not move
         return z
 
-    def evaluate(self, batch: Batch) -> NDArray[np.float64]:
-        """[loss, hits] of every shard of a pass, each example once, all devices sharing the work. This waits."""
+    def evaluate(self, feed: Feed, batch_size: int, classes: int | None) -> tuple[float, float | None]:
+        """Mean loss and accuracy over all examples of a feed, each taken once, all devices sharing the work. This waits."""
+        n = len(feed.examples)
+        spans = [span for batch in cut_pass(n, batch_size, self.shards) for span in batch]
+        pass_ = feed.start(np.arange(n), self.spans_here([spans]))
+        table = self._losses_and_hits(Batch(pass_, spans, draws.evaluation_keys(self.seed, len(spans))))
+        return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
+
+    def _losses_and_hits(self, batch: Batch) -> NDArray[np.float64]:
+        """[loss, hits] of every shard."""
 
         def compute(replica: Replica, shard: int) -> Vector:
             x, y = batch.shard(shard, replica.device)

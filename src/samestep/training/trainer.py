@@ -10,11 +10,11 @@ from typing import Any
 from samestep import backends
 from samestep.backends.base import Backend
 from samestep.data.examples import Arrays, Data
+from samestep.data.feed import Feed, probe
 from samestep.devices import Device, resolve
 from samestep.processes.place import find
 from samestep.processes.world import World
 from samestep.runs.run import Run
-from samestep.training.evaluation import evaluate, feed_of, probe
 from samestep.training.fit import Fit
 from samestep.training.group import Group
 from samestep.training.settings import Settings
@@ -76,12 +76,12 @@ class Trainer(Settings):
         backends.check_mixed(backend, model, loss=self.loss, **arrays_of(data))
         with self._session(backend) as (devices, world):
             examples = data.test or data.train
-            shape = probe(backend, self, model, examples)
+            shape = probe(backend, model, self.loss, examples)
             group = Group.of(self, backend, model, devices, world)
             group.follow()
-            feed = feed_of(backend, self, examples, devices, shape)
+            feed = Feed(backend, examples, devices, shape.classes if self.loss is None else None)
             try:
-                loss, accuracy = evaluate(self, group, feed, shape)
+                loss, accuracy = group.evaluate(feed, self.batch_size, shape.classes)
             finally:
                 feed.close()
                 group.close()

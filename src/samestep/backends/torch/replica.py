@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from samestep.backends.base import Replica, Sums, Task
+from samestep.backends.base import Replica, Task
 from samestep.backends.layout import ALIGN, Tensors
 from samestep.backends.torch.bands import Bands, bands_of, watched
 from samestep.backends.torch.fingerprint import VectorFingerprint
@@ -28,6 +28,7 @@ from samestep.shards import Span
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
     from samestep.data.feed import Batch
+    from samestep.training.step import ReplicaSums
 
 Pieces = tuple[torch.Tensor, ...]
 
@@ -49,11 +50,9 @@ class TorchReplica(Replica):
             self.weights = Flat.of(list(trained), list(trained.values()), self._native)
             self.buffers = [Flat.of([known[id(b)] for b in group], group, self._native) for group in buffers.values()]
             # Original tensor → ours. What is neither trained nor a kept buffer never changes: one copy serves all lanes.
-            self._ours = {}
-            for group, flat in zip(
-                [[*trained.values()], *buffers.values()], [self.weights, *self.buffers], strict=True
-            ):
-                self._ours |= zip(map(id, group), flat.views, strict=True)
+            originals = [*trained.values(), *(buffer for group in buffers.values() for buffer in group)]
+            views = [view for flat in [self.weights, *self.buffers] for view in flat.views]
+            self._ours = dict(zip(map(id, originals), views, strict=True))
             constant = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in self._ours]
             self._ours |= {id(t): t.detach().to(self._native, copy=True) for t in constant}
         self._constants = {known[id(t)]: self._ours[id(t)] for t in constant if id(t) in known}
@@ -82,7 +81,7 @@ class TorchReplica(Replica):
         pieces, numbers = self._compute(self._lane(training=True), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
 
-    def tasks(self, batch: Batch, shards: range, sums: Sums) -> list[Task]:
+    def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         if len(sums.bands) == 1:
             return super().tasks(batch, shards, sums)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 import samestep as ss
 from samestep.errors import NotFinite
 from samestep.models.torch import mlp
-from samestep.screen.progress import Display, percent, show
+from samestep.training.progress import Display, percent, show
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((40, 5)).astype(np.float32)
@@ -54,7 +54,7 @@ def display(terminal: bool) -> tuple[Display, Screen]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that the display reads, set by hand."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("samestep.screen.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("samestep.training.progress.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 

@@ -1,0 +1,63 @@
+"""The fingerprint of vectors after a step, against Python's whole numbers; what it must tell apart."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bits_reference import of_bytes
+
+from samestep import fingerprint
+from samestep.backends.torch.fingerprint import VectorFingerprint, laid_out, on_gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("n", [0, 1, 8192, 40_007])
+def test_fingerprints_against_whole_numbers_of_python(n: int, dtype: torch.dtype) -> None:
+    """On the host, and as a GPU computes them."""
+    vector = (torch.rand(n, generator=torch.Generator().manual_seed(n)) * 100).to(dtype)
+    raw = vector.view(torch.uint8)
+    total = of_bytes(raw.numpy().tobytes())
+    assert int(on_gpu([laid_out(raw)])) % (1 << 64) == total
+    assert int(VectorFingerprint([vector])()) % (1 << 64) == total
+
+
+def test_the_fingerprint_of_a_step_tells_places_apart() -> None:
+    prints = set()
+    for place in (
+        2 * fingerprint.COLUMNS + 3,
+        3 * fingerprint.COLUMNS + 2,
+        2,
+        3,
+        2 * fingerprint.COLUMNS,
+        4 * fingerprint.COLUMNS + 2,
+    ):
+        vector = np.zeros(4 * fingerprint.COLUMNS + 5, np.float32)
+        vector[place] = 1.0
+        prints.add(int(fingerprint.of_vectors([vector])[0]))
+    assert len(prints) == 6
+
+
+def check_signs(dtype: str) -> None:
+    """Signs are the highest bits: where a sum wraps around, they must not cancel each other."""
+    signs = [[-0.0 if place in (i, j) else 0.0 for place in range(16)] for i in range(16) for j in range(i + 1)]
+    assert len({int(fingerprint.of_vectors([np.array(numbers, dtype)])[0]) for numbers in signs}) == len(signs) == 136
+    n = fingerprint.COLUMNS
+    before, corners = np.zeros(9 * n, dtype), [2, 3, n + 2, n + 3, 5 * n + 7]
+    changes: list[Any] = [list(places) for k in (1, 2, 3) for places in itertools.combinations(corners, k)]
+    for change in [*changes, slice(0, 9), slice(0, 8 * n), slice(4, 9 * n), slice(n, 3 * n)]:
+        after = before.copy()
+        after[change] = -0.0
+        assert fingerprint.of_vectors([after]) != fingerprint.of_vectors([before]), change
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_signs_that_change_show_in_the_fingerprint_of_a_step(dtype: str) -> None:
+    check_signs(dtype)
+
+
+def test_a_twin_with_an_even_number_of_columns_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "COLUMNS", 1024)
+    with pytest.raises(AssertionError):
+        check_signs("float64")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from samestep.backends.base import Backend, Replica, Sums, Task
+from samestep.backends.base import Backend, Replica, Task
 from samestep.backends.jax.adapters import Adapter, ById
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.program import program
@@ -20,6 +20,7 @@ from samestep.shards import parts
 
 if TYPE_CHECKING:
     from samestep.data.feed import Batch
+    from samestep.training.step import ReplicaSums
 
 Array = Any
 Vector = Any
@@ -63,7 +64,7 @@ class JaxReplica(Replica):
             return self.program.partial_sums(shard, shard + 1, self.shards, (1,), [rows])[0]
         return self.program.gradient(self._parameters, self.state, x, y, halves(key), np.int32(shard))
 
-    def tasks(self, batch: Batch, shards: range, sums: Sums) -> list[Task]:
+    def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         resident = batch.pass_.feed.resident
         if not (self.looped and shards and resident):
             return super().tasks(batch, shards, sums)

@@ -111,8 +111,8 @@ def draw_from_seeds(definition: Any) -> list[str]:
         if node.op in STATELESS:
             name = f"samestep_seed_{len(names)}"
             names.append(name)
-            place = definition.node.add(name=name, op="Placeholder")
-            place.attr["dtype"].type = tf.int64.as_datatype_enum
+            seed = definition.node.add(name=name, op="Placeholder")
+            seed.attr["dtype"].type = tf.int64.as_datatype_enum
             if "Tout" in node.attr:
                 node.attr["dtype"].CopyFrom(node.attr["Tout"])
             node.attr["Tseed"].type = tf.int64.as_datatype_enum
@@ -154,8 +154,8 @@ def own_threads() -> bool:
     for threads in (1, 2):
         graph = tf.Graph()
         with graph.as_default():
-            place = v1.placeholder(tf.float32, array.shape)
-            total = tf.raw_ops.BiasAddGrad(out_backprop=place)
+            given = v1.placeholder(tf.float32, array.shape)
+            total = tf.raw_ops.BiasAddGrad(out_backprop=given)
         with session(graph, threads) as one:
-            results.add(one.run(total, {place: array}).tobytes())
+            results.add(one.run(total, {given: array}).tobytes())
     return len(results) > 1

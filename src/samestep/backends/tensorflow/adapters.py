@@ -12,10 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from samestep.backends.layout import Tensors
+from samestep.backends.layout import Numbers, Tensors
 from samestep.errors import Invalid, WrongType
 
-Array = Any
 Tensor = Any
 Variables = dict[str, tf.Variable]
 
@@ -40,7 +39,7 @@ class Adapter(ABC):
         """The output, and losses of the layers themselves, such as weight decay: each counts once for a whole batch."""
 
     @abstractmethod
-    def copied(self, example: Array | None) -> Any:
+    def copied(self, example: Numbers | None) -> Any:
         """Another model of this kind; the values of its weights are still to be set."""
 
 
@@ -60,7 +59,7 @@ class KerasAdapter(Adapter):
         self.model._clear_losses()  # they belong to the graph being traced, and are of no use outside it
         return output, losses
 
-    def copied(self, example: Array | None) -> Any:
+    def copied(self, example: Numbers | None) -> Any:
         try:
             twin = self._made_again()
             if not twin.built:
@@ -119,7 +118,7 @@ class ModuleAdapter(Adapter):
     def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
         return self._function(self.model, x, **dict.fromkeys(self._words, train)), []
 
-    def copied(self, example: Array | None) -> Any:
+    def copied(self, example: Numbers | None) -> Any:
         return copy.deepcopy(self.model)
 
 

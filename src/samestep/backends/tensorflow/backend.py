@@ -213,8 +213,7 @@ class TensorflowBackend(Backend):
         return tf.reduce_sum(tf.reduce_mean(tf.reshape(value, (tf.shape(value)[0], -1)), 1))
 
     def has_scores(self, output: Any, y: Any) -> bool:
-        known = not self.is_array(output) or output.shape.rank is not None
-        return known and super().has_scores(output, y)
+        return self.is_array(output) and output.shape.rank == 2 and super().has_scores(output, y)
 
     def count_hits(self, output: Any, y: Any) -> Any:
         return tf.reduce_sum(tf.cast(tf.argmax(output, 1) == tf.cast(y, tf.int64), tf.int64))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# TensorFlow reads this when its first tensor is made, usually before samestep's backend is loaded (backends/tensorflow.py).
+# TensorFlow reads this when its first tensor is made, usually before samestep's backend is loaded (backends/tensorflow).
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
 
 _WHERE = {

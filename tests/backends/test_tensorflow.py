@@ -16,15 +16,13 @@ import keras
 import tensorflow as tf
 
 import samestep as ss
-from samestep import draws, models
-from samestep import fingerprint as bits
-from samestep.backends.tensorflow import backend as backends_tensorflow
-from samestep.backends.tensorflow import graph as tensorflow_graph
-from samestep.backends.tensorflow import replica as tensorflow_replica
+from samestep import draws, fingerprint, models
+from samestep.backends.tensorflow import adapters, graph, program, replica, updater
+from samestep.backends.tensorflow import backend as backend_module
 from samestep.models import tensorflow as models_tensorflow
-from samestep.training.step import Group
+from samestep.training.group import Group
 
-backend = backends_tensorflow.backend
+backend = backend_module.backend
 random = np.random.default_rng(0)
 X = random.random((90, 1, 28, 28), dtype=np.float32)
 Y = random.integers(0, 10, 90)
@@ -53,7 +51,7 @@ def line(n=10):
 
 
 def test_doctests():
-    for module in (models_tensorflow, backends_tensorflow, tensorflow_graph, tensorflow_replica):
+    for module in (models_tensorflow, backend_module, adapters, graph, program, replica, updater):
         assert doctest.testmod(module).failed == 0
 
 
@@ -407,7 +405,21 @@ def test_losses_of_examples_and_their_mean_agree():
             np.testing.assert_allclose(weight, runs[0].weights()[name], atol=1e-6)
 
 
+def test_a_loss_whose_shape_is_not_known_while_it_is_traced():
+    def each(output, y):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+
+    def hidden(output, y):
+        value = each(output, y)
+        return value if tf.executing_eagerly() else v1.placeholder_with_default(value, None)
+
+    v1 = tf.compat.v1
+    assert fit(line(), loss=hidden).fingerprints == fit(line(), loss=each).fingerprints
+
+
 def test_a_loss_of_the_wrong_length_or_kind():
+    with pytest.raises(ss.SamestepError, match="one value per example .* got shape"):
+        fit(line(), loss=lambda output, y: tf.reduce_mean(output, (0, 1), keepdims=True)[0])
     with pytest.raises(ss.SamestepError, match="one value per example"):
         fit(line(3), loss=lambda output, y: tf.reshape(output, (-1,)))
     with pytest.raises(ss.SamestepError, match="loss must return a tensor .* got float"):
@@ -448,6 +460,16 @@ def test_float64_and_bytes():
     same(
         lambda: keras.Sequential([L.Rescaling(1 / 255), L.Flatten(), L.Dense(10, kernel_initializer="zeros")]), x=coded
     )
+
+
+def test_out_of_memory_says_what_to_do():
+    def fail():
+        raise tf.errors.ResourceExhaustedError(
+            None, None, "OOM when allocating tensor with shape[10,20] and type float"
+        )
+
+    with pytest.raises(ss.SamestepError, match=r"cpu ran out of memory when numbers of shape \[10,20\] were .* shards"):
+        backend.map([fail])
 
 
 # samestep's optimizers, and Keras's
@@ -495,22 +517,22 @@ def test_an_optimizer_of_keras_follows_the_schedule():
 
 def test_an_optimizer_goes_on_from_the_momenta_that_it_came_with():
     replica = backend.replica(models_tensorflow.mlp((784, 16, 10)), None, ss.cpu(), 1)
-    gradient = np.ones_like(replica.parameters)
+    total = np.ones(replica.size, np.float32)
     given = keras.optimizers.SGD(0.1, momentum=0.5)
-    first = backend.updater(given, replica)
-    first(gradient, 0.1, 0, None)
+    first = backend.updater(given, replica, 0.0)
+    first.follow(total, 1, 0.1, 0, None)
     assert not given.built
     given.build([keras.Variable(array) for array in replica.named(replica.parameters).values()])
     given.variables[-1].assign(np.full(given.variables[-1].shape, 2.0))
     given.iterations.assign(1)
-    second = backend.updater(given, replica)
+    second = backend.updater(given, replica, 0.0)
     assert repr(second) != repr(first)
     before = replica.named(replica.parameters.copy())
-    second(gradient, 0.1, 0, None)
+    second.follow(total, 1, 0.1, 0, None)
     moved = {name: (array - before[name]).mean() for name, array in replica.named(replica.parameters).items()}
     np.testing.assert_allclose(list(moved.values()), [-0.1, -0.1, -0.1, 1.0 - 0.1], rtol=1e-5)
     # its state by name, and back
-    third = backend.updater(given, replica)
+    third = backend.updater(given, replica, 0.0)
     third.load(second.tensors())
     assert {name: a.tobytes() for name, a in third.tensors().items()} == {
         n: a.tobytes() for n, a in second.tensors().items()
@@ -559,7 +581,7 @@ def test_tensors_and_vectors_to_the_bit_and_back():
     other.load(tensors)
     assert other.fingerprint() == replica.fingerprint()
     assert other.parameters is not replica.parameters
-    for ours, theirs in zip(replica.vectors(), other.vectors_from(tensors), strict=True):
+    for ours, theirs in zip(replica.real_vectors(), other.real_vectors_from(tensors), strict=True):
         assert ours.tobytes() == theirs.tobytes()
     gradient = replica.gradient(X[:9], Y[:9], 4, 0)[: len(replica.parameters)]
     assert replica.flat(replica.named(gradient)).tobytes() == gradient.tobytes()
@@ -577,7 +599,7 @@ def test_fingerprints_see_every_bit_and_place():
     for place in (0, 1, 65_535, 65_536, 131_072, 199_999):
         vector[:] = 0
         vector[place] = 1
-        seen.add(bits.fingerprint([vector]).tobytes())
+        seen.add(fingerprint.of_vectors([vector]).tobytes())
     assert len(seen) == 6
 
 
@@ -722,9 +744,6 @@ def test_the_compiled_step_has_the_bits_of_the_eager_one():
     assert eager("2", "lenet_modern") == {"lenet_modern": "False"}
 
 
-# Memory
-
-
 # Threads
 
 
@@ -781,5 +800,7 @@ def test_nothing_of_the_run_stays_behind():
 
 
 def test_importing_samestep_imports_no_tensorflow():
-    code = "import sys, samestep, samestep.trainer; print('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    code = (
+        "import sys, samestep, samestep.training.trainer; print('tensorflow' in sys.modules or 'keras' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -1,12 +1,12 @@
-"""A traced function, computed by threads and with noise of samestep's own, on variables that live for one computation.
+"""A traced function, computed with samestep's own threads and noise, on variables that live for one computation.
 
-TensorFlow cuts the work of one operation over a pool of threads, and its bits depend on the size of that pool: a product of
-matrices, a convolution's gradient, a sum, with oneDNN and without. The pool of a process is made when TensorFlow starts and
-cannot be changed afterwards, but a session can have a pool of its own. So tf.function traces, and a session computes.
+TensorFlow divides one operation among a pool of threads, and the bits depend on the size of that pool: those of a product of
+matrices, of a convolution's gradient, of a sum, with oneDNN and without. The pool of a process is made when TensorFlow starts
+and cannot be changed afterwards. But a session can have a pool of its own. So tf.function traces, and a session computes.
 
-What the function captured of the model's variables is replaced by variables that are made anew, and filled, in every
-computation: threads do not see each other, and the user's variables are not written to. TensorFlow's graph optimizer is off:
-it folds constants with all cores, and rounds differently when it knows the batch size (measured; it gained no time).
+The traced function has captured the model's variables. They are replaced by new ones, made and filled in every computation, so
+threads do not see each other, and the user's variables are not written to. TensorFlow's graph optimizer is off: it folds
+constants with all cores, and rounds differently when it knows the batch size (measured; it gained no time).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Compiled = Callable[..., Any]
 
 # The name under which TensorFlow makes a new variable for every handle (ResourceHandle::ANONYMOUS_NAME), freed with it.
 ANEW = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
-SEEDS = ("seed_generator_state", "StateVar")  # what Keras calls the variable of a seed generator, and tf.random its own
+SEEDS = ("seed_generator_state", "StateVar")  # the names of such variables: Keras's SeedGenerator, tf.random.Generator
 
-# Operations that draw from a state of their own → the same draw from a seed. Where (minval, maxval) follow, the seed is second.
+# Operations that draw from a state of their own → the same draw from a seed, which is the second input, after the shape.
 STATELESS = {
     "RandomUniform": "StatelessRandomUniform",
     "RandomStandardNormal": "StatelessRandomNormal",
@@ -92,7 +92,7 @@ def compiled(traced: Any, vectors: Sequence[Any], pieces: Sequence[Piece], threa
 
 
 def variable_of(like: tf.Variable, value: Tensor) -> Tensor:
-    """The handle of a new variable with this value, which is there before anyone reads it."""
+    """The handle of a new variable; the value is written before anyone can read it."""
     handle = tf.raw_ops.VarHandleOp(dtype=like.dtype, shape=like.shape, shared_name=ANEW)
     filled = tf.raw_ops.AssignVariableOp(resource=handle, value=tf.reshape(value, like.shape))
     with tf.control_dependencies([filled]):
@@ -100,19 +100,19 @@ def variable_of(like: tf.Variable, value: Tensor) -> Tensor:
 
 
 def is_seed(variable: tf.Variable | None) -> bool:
-    """Whether it is the state of a Keras seed generator, or of a tf.random.Generator: a few whole numbers to draw from."""
+    """Whether it is the state of a Keras seed generator or of a tf.random.Generator."""
     return variable is not None and variable.name.rpartition("/")[2].startswith(SEEDS)
 
 
 def draw_from_seeds(definition: Any) -> list[str]:
-    """Have every random operation draw from a seed that is passed in; the names of the placeholders of the seeds."""
+    """Make every random operation draw from a seed that is passed in. Returns the names of the seeds' placeholders."""
     names: list[str] = []
     for node in list(definition.node):
         if node.op in STATELESS:
             name = f"samestep_seed_{len(names)}"
             names.append(name)
-            place = definition.node.add(name=name, op="Placeholder")
-            place.attr["dtype"].type = tf.int64.as_datatype_enum
+            seed = definition.node.add(name=name, op="Placeholder")
+            seed.attr["dtype"].type = tf.int64.as_datatype_enum
             if "Tout" in node.attr:
                 node.attr["dtype"].CopyFrom(node.attr["Tout"])
             node.attr["Tseed"].type = tf.int64.as_datatype_enum
@@ -154,8 +154,8 @@ def own_threads() -> bool:
     for threads in (1, 2):
         graph = tf.Graph()
         with graph.as_default():
-            place = v1.placeholder(tf.float32, array.shape)
-            total = tf.raw_ops.BiasAddGrad(out_backprop=place)
+            given = v1.placeholder(tf.float32, array.shape)
+            total = tf.raw_ops.BiasAddGrad(out_backprop=given)
         with session(graph, threads) as one:
-            results.add(one.run(total, {place: array}).tobytes())
+            results.add(one.run(total, {given: array}).tobytes())
     return len(results) > 1

@@ -1,0 +1,167 @@
+"""Brings a user's model into one form: its variables by name, and a call. It may be a Keras model or a tf.Module."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from abc import ABC, abstractmethod
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from samestep.backends.layout import Numbers, Tensors
+from samestep.errors import Invalid, WrongType
+
+Tensor = Any
+Variables = dict[str, tf.Variable]
+
+
+class Adapter(ABC):
+    """A user's model."""
+
+    model: Any
+    trained: Variables
+    state: Variables  # what forward passes may change
+
+    @property
+    def variables(self) -> Variables:
+        return self.trained | self.state
+
+    def values(self) -> Tensors:
+        """A copy of the value of every variable."""
+        return {name: np.array(variable.numpy()) for name, variable in self.variables.items()}
+
+    @abstractmethod
+    def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
+        """The output, and losses of the layers themselves, such as weight decay: each counts once for a whole batch."""
+
+    @abstractmethod
+    def copied(self, example: Numbers | None) -> Any:
+        """Another model of this kind; the values of its weights are still to be set."""
+
+
+class KerasAdapter(Adapter):
+    """A Keras model, or layer."""
+
+    def __init__(self, model: keras.Layer) -> None:
+        self.model = model
+        trained = {id(variable) for variable in model.trainable_variables}
+        names = list(zip(keras_names(model), model.weights, strict=True))
+        self.trained = {name: v.value for name, v in names if id(v) in trained}
+        self.state = {name: v.value for name, v in names if id(v) not in trained}
+
+    def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
+        output = self.model(x, training=train)
+        losses = list(self.model.losses)
+        self.model._clear_losses()  # they belong to the graph being traced, and are of no use outside it
+        return output, losses
+
+    def copied(self, example: Numbers | None) -> Any:
+        try:
+            twin = self._made_again()
+            if not twin.built:
+                if example is None:
+                    twin.build_from_config(self.model.get_build_config())
+                else:
+                    twin(example)
+            if [w.shape for w in twin.weights] != [w.shape for w in self.model.weights]:
+                raise Invalid("it then has other weights")
+            if {id(v) for v in twin.variables} & {id(v) for v in self.model.variables}:
+                raise Invalid("it then shares weights with the first")
+        except Exception as error:
+            raise Invalid(
+                f"the model {type(self.model).__name__} cannot be copied: give it get_config(), as Keras asks of models that "
+                f"are saved ({str(error).splitlines()[0]})"
+            ) from error
+        for layer, own in zip(self.model._flatten_layers(), twin._flatten_layers(), strict=True):
+            own.trainable = layer.trainable
+        return twin
+
+    def _made_again(self) -> Any:
+        if isinstance(self.model, keras.Sequential) or hasattr(self.model, "operations"):  # functional
+            return keras.models.clone_model(self.model)
+        config, words = self.model.get_config(), inspect.signature(type(self.model)).parameters
+        if all(word.kind is not word.VAR_KEYWORD for word in words.values()):
+            # Keras's own entries, such as `dtype` and `trainable`, are arguments that many classes do not take.
+            config = {word: value for word, value in config.items() if word in words}
+        return type(self.model).from_config(config)
+
+
+class ModuleAdapter(Adapter):
+    """A tf.Module that can be called. Keras layers among its attributes are part of it."""
+
+    def __init__(self, model: tf.Module) -> None:
+        self.model = model
+        if not callable(model):
+            raise WrongType(f"a tf.Module must have __call__(x) to be trained, and {type(model).__name__} has none")
+        self.trained, self.state = {}, {}
+        for path, leaf in model._flatten(predicate=is_leaf, with_path=True):
+            name = ".".join(map(str, path))
+            if isinstance(leaf, keras.Layer):
+                inner = KerasAdapter(leaf)
+                self.trained |= {f"{name}.{within}": variable for within, variable in inner.trained.items()}
+                self.state |= {f"{name}.{within}": variable for within, variable in inner.state.items()}
+            else:
+                (self.trained if leaf.trainable else self.state)[name] = leaf
+        function = type(model).__call__
+        function = getattr(function, "python_function", function)  # a tf.function is traced anew anyway
+        words = inspect.signature(function).parameters
+        self._words = [word for word in ("training", "train", "is_training") if word in words]
+        try:
+            self._function = tf.autograph.to_graph(function)  # for conditions and loops over tensors
+        except Exception:  # there is no source to read, as in an interactive session
+            self._function = function
+
+    def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
+        return self._function(self.model, x, **dict.fromkeys(self._words, train)), []
+
+    def copied(self, example: Numbers | None) -> Any:
+        return copy.deepcopy(self.model)
+
+
+def is_leaf(thing: Any) -> bool:
+    return isinstance(thing, (tf.Variable, keras.Layer))
+
+
+def adapter_of(model: Any) -> Adapter:
+    return KerasAdapter(model) if isinstance(model, keras.Layer) else ModuleAdapter(model)
+
+
+def keras_names(model: keras.Layer) -> list[str]:
+    """A name for each of the model's weights: its path, without the model's own name.
+
+    Keras numbers the layers that nobody named, such as dense_7, and goes on counting from model to model. Here each model
+    counts from the beginning, so that a second model of the same kind has weights of the same names.
+    """
+    layers = model._flatten_layers(include_self=False)
+    numbered = {layer.name: base for layer in layers for base in [snake(type(layer).__name__)]
+                if re.fullmatch(rf"{re.escape(base)}(_\d+)?", layer.name)}  # fmt: skip
+    renamed: dict[tuple[str, ...], str] = {}
+    taken: set[str] = set()
+    names = []
+    for weight in model.weights:
+        steps = weight.path.split("/")
+        steps, own = steps[1:] if steps[0] == model.name and len(steps) > 1 else steps, []
+        for i, step in enumerate(steps[:-1]):
+            path = tuple(steps[: i + 1])
+            if path not in renamed:
+                base = numbered.get(step, step)
+                same = [new for old, new in renamed.items() if old[:-1] == path[:-1] and numbered.get(old[-1]) == base]
+                renamed[path] = f"{base}_{len(same)}" if same else base
+            own.append(renamed[path])
+        name = wanted = "/".join([*own, steps[-1]])
+        number = 1
+        while name in taken:
+            name, number = f"{wanted}_{number}", number + 1
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def snake(name: str) -> str:
+    """Conv2DTranspose → conv2d_transpose, as Keras has it."""
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

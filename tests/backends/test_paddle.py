@@ -27,9 +27,9 @@ import samestep as ss
 from samestep import draws, models
 from samestep.backends.noise import ALONE, APART, FREE
 from samestep.backends.paddle.backend import backend
-from samestep.backends.paddle.fingerprint import VectorFingerprint
-from samestep.backends.paddle.flat import Flat
+from samestep.backends.paddle.flat import Flat, numpy_view
 from samestep.backends.paddle.noise import GENERATOR, PaddleNoise, state
+from samestep.fingerprint import of_vectors
 from samestep.models import paddle as models_paddle
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")  # Paddle's batch norm, every time
@@ -761,16 +761,25 @@ def test_fingerprints_see_every_bit_and_place():
 @pytest.mark.parametrize("n", [0, 1, 17, 8192, 40_007])
 def test_fingerprints_against_whole_numbers_of_python(n, dtype):
     vector = (random.random(n) * 100).astype(dtype)
-    found = VectorFingerprint([tensor(vector)])()
+    found = of_vectors([numpy_view(tensor(vector))])
     assert int(found[0]) % (1 << 64) == of_bytes(vector.tobytes())
 
 
-def test_a_fingerprint_follows_a_vector_that_moves():
-    vector = tensor(np.ones(5, np.float32))
-    fingerprint = VectorFingerprint([vector])
-    before = fingerprint().item()
-    vector.get_tensor()._share_data_with(tensor(np.zeros(5, np.float32)).get_tensor())
-    assert fingerprint().item() != before
+def test_fingerprints_follow_every_way_to_write():
+    replica = replica_of(dense(nn.BatchNorm1D(6)))
+    total = replica.gradient(tensor(SMALL[:8]), tensor(Y[:8]), 1, 0)
+    updater = backend.updater(paddle.optimizer.SGD, replica, 0.0)
+    seen = {replica.fingerprint().item()}
+    for write in (
+        lambda: replica.assign(replica.parameters - 1.0),
+        lambda: replica.advance(total, 8),
+        lambda: replica.load({name: array + 1 for name, array in replica.tensors().items()}),
+        lambda: updater.follow(total, 8, 0.1, 0, None),
+    ):
+        write()
+        seen.add(replica.fingerprint().item())
+        assert replica.fingerprint() == of_vectors([backend.get(vector) for vector in replica.vectors])
+    assert len(seen) == 5
 
 
 SCRIPT = """

@@ -22,12 +22,12 @@ from paddle.nn.clip import merge_selected_rows
 
 from samestep.backends.base import Replica
 from samestep.backends.layout import Numbers, Tensors
-from samestep.backends.paddle.fingerprint import VectorFingerprint
-from samestep.backends.paddle.flat import CPU, Flat, Tensor, Vector, dtype_of
+from samestep.backends.paddle.flat import CPU, Flat, Tensor, Vector, dtype_of, numpy_view
 from samestep.backends.paddle.lane import Home, Lane
 from samestep.backends.paddle.noise import PaddleNoise
 from samestep.devices import Device
 from samestep.errors import Invalid
+from samestep.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
@@ -65,7 +65,7 @@ class PaddleReplica(Replica):
         zeros = paddle.to_tensor(np.zeros(shards, self.layouts[0].dtype), place=CPU)
         # Around the one number of a shard: those of the shards before, and those of the shards after.
         self._around = [([zeros[:i]] * (i > 0), [zeros[i + 1 :]] * (i + 1 < shards)) for i in range(shards)]
-        self._fingerprint = VectorFingerprint(self.vectors)
+        self._fingerprint = Fingerprint([numpy_view(vector) for vector in self.vectors])  # they never move in memory
         self._lanes: dict[int, Lane] = {}
         self._making = threading.Lock()
         self._noise = {training: PaddleNoise() for training in (True, False)}

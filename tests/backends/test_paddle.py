@@ -25,16 +25,14 @@ from paddle.distributed.fleet.utils import recompute
 
 import samestep as ss
 from samestep import draws, models
-from samestep import fingerprint as bits
-from samestep.backends.paddle import backend as backends_paddle
-from samestep.backends.paddle import fingerprint as paddle_bits
-from samestep.backends.paddle.lane import Flat
-from samestep.backends.paddle.noise import AHEAD, ALONE, FREE, GENERATOR, Noise, position
-from samestep.backends.paddle.replica import PaddleReplica
+from samestep.backends.noise import ALONE, APART, FREE
+from samestep.backends.paddle.backend import backend
+from samestep.backends.paddle.flat import Flat, numpy_view
+from samestep.backends.paddle.noise import GENERATOR, PaddleNoise, state
+from samestep.fingerprint import of_vectors
 from samestep.models import paddle as models_paddle
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")  # Paddle's batch norm, every time
-backend = backends_paddle.backend
 random = np.random.default_rng(0)
 X = random.random((90, 1, 28, 28), dtype=np.float32)
 Y = random.integers(0, 10, 90)
@@ -84,9 +82,9 @@ def tensor(array):
 
 @pytest.mark.parametrize("name", models.NAMES)
 def test_models_have_the_names_and_layouts_of_every_framework(name):
-    before = position()
+    before = state()
     model, weights = getattr(models_paddle, name)(), getattr(models, name)()
-    assert position() == before  # nothing was drawn
+    assert state() == before  # nothing was drawn
     tensors = replica_of(model).tensors()
     assert all(tensors[key].tobytes() == weight.tobytes() for key, weight in weights.items())
     assert all(".running_" in key or ".num_batches_tracked" in key for key in tensors.keys() - weights.keys())
@@ -139,21 +137,6 @@ def test_parity_with_a_plain_loop(shards):
     theirs = paddle.optimizer.Momentum(0.05, 0.9, parameters=model.parameters())
     for settings in ({"optimizer": ss.sgd(momentum=0.9), "schedule": 0.05}, {"optimizer": theirs}):
         close(fit(model, shards=shards, **settings).weights(), expected, model.state_dict())
-
-
-@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9, weight_decay=0.01), ss.adam()])
-def test_a_step_in_one_go_has_the_bits_of_its_parts(optimizer, monkeypatch):
-    def prints():
-        return fit(models_paddle.mlp(), shards=1, optimizer=optimizer).fingerprints
-
-    given = PaddleReplica.whole, PaddleReplica.in_one_go
-    made = []
-    monkeypatch.setattr(PaddleReplica, "whole", lambda *args: made.append(1) or given[0](*args))
-    whole = prints()
-    assert len(made) == len(whole) > 0
-    monkeypatch.setattr(PaddleReplica, "in_one_go", lambda *_: False)
-    assert prints() == whole
-    assert len(made) == len(whole)
 
 
 def test_a_gradient_that_is_a_weight_is_taken_before_it_moves():
@@ -378,10 +361,10 @@ class Again(nn.Layer):
 
 NOISY = {
     "nothing drawn": (dense, FREE),
-    "dropout": (functools.partial(dense, nn.Dropout(0.5)), AHEAD),
+    "dropout": (functools.partial(dense, nn.Dropout(0.5)), APART),
     "recompute": (functools.partial(Again, True), ALONE),
     "recompute with hooks": (functools.partial(Again, False), ALONE),
-    "compiled": (lambda: paddle.jit.to_static(dense(nn.Dropout(0.5))), AHEAD),
+    "compiled": (lambda: paddle.jit.to_static(dense(nn.Dropout(0.5))), APART),
 }
 
 
@@ -450,19 +433,19 @@ def test_threads_that_compute_side_by_side_do_not_see_each_other():
 
 def test_the_user_gets_the_generator_back():
     paddle.seed(3)
-    before = position()
+    before = state()
     fit(dense(nn.Dropout(0.5)), x=SMALL)
     paddle.seed(3)
-    assert position() == before
+    assert state() == before
     model = models_paddle.mlp((784, 32, 10))
     paddle.seed(3)
     flags = paddle.get_flags(["FLAGS_new_executor_serial_run"])
     fit(model, devices=2)
     ss.Trainer(devices=2).evaluate(model, (X, Y))
-    assert position() == before
+    assert state() == before
     assert paddle.get_flags(["FLAGS_new_executor_serial_run"]) == flags
     assert paddle.get_device() == "cpu"
-    assert Noise._generator._inside == 0
+    assert PaddleNoise.generator._inside == 0
 
 
 # Compiled
@@ -691,7 +674,7 @@ def test_what_is_saved_comes_back_to_the_bit():
     other.load(one.tensors())
     assert one.fingerprint().item() == other.fingerprint().item()
     assert all(np.array_equal(a, other.tensors()[name]) for name, a in one.tensors().items())
-    for mine, back in zip(one.vectors(), one.vectors_from(one.tensors()), strict=True):
+    for mine, back in zip(one.real_vectors(), one.real_vectors_from(one.tensors()), strict=True):
         assert mine.numpy().tobytes() == back.numpy().tobytes()
     assert one.flat(one.named(one.parameters)).numpy().tobytes() == one.parameters.numpy().tobytes()
     assert {name: a.shape for name, a in one.named(one.parameters).items()} == {
@@ -719,13 +702,12 @@ def test_device_functions():
     assert ss.device_of(array) == ss.cpu()
     assert isinstance(ss.put(np.ones(3, np.float32), "cpu", backend="paddle"), paddle.Tensor)
     assert isinstance(ss.get(array), np.ndarray)
-    assert backend.devices()[0] == ss.cpu()
+    assert backend.devices() == [ss.cpu()]
     total, used = backend.memory(ss.cpu())
     assert 0 < used < total
-    if ss.num_gpus("paddle") == 0:
-        assert ss.try_gpu(backend="paddle") == ss.cpu()
-        with pytest.raises(ss.SamestepError, match="device cuda:0 is not there: paddle sees cpu"):
-            ss.put(array, "cuda")
+    assert ss.try_gpu(backend="paddle") == ss.cpu()
+    with pytest.raises(ss.SamestepError, match="device cuda:0 is not there: paddle sees cpu"):
+        ss.put(array, "cuda")
 
 
 def test_copies_share_nothing_and_have_gradients():
@@ -748,9 +730,10 @@ def test_allreduce(how):
 
 def test_vectors_are_laid_out_as_the_models_tensors():
     tensors = [paddle.to_tensor(np.full(shape, i, np.float32)) for i, shape in enumerate([(3,), (), (2, 9)])]
-    flat = Flat(tensors, paddle.CPUPlace())
-    assert [start * 4 % 64 for start, _ in flat.spans] == [0, 0, 0]
-    assert [view.tolist() for view in flat.cut(flat.vector.numpy())] == [t.tolist() for t in tensors]
+    flat = Flat.of(["a", "b", "c"], tensors)
+    assert [start * 4 % 64 for start, _ in flat.layout.spans] == [0, 0, 0]
+    assert [view.tolist() for view in flat.views.values()] == [t.tolist() for t in tensors]
+    assert paddle.concat(flat.pieces(tensors)).tolist() == flat.vector.tolist()
 
 
 def test_fingerprints_see_every_bit_and_place():
@@ -758,7 +741,7 @@ def test_fingerprints_see_every_bit_and_place():
         layer = nn.Layer()
         layer.weight = layer.create_parameter([len(numbers)])
         layer.weight.set_value(np.array(numbers, np.float32))
-        return PaddleReplica(layer, None, ss.cpu(), 1, paddle.CPUPlace()).fingerprint().item()
+        return replica_of(layer, shards=1).fingerprint().item()
 
     some = [(1, 2, 0), (2, 1, 0), (-1, -2, 0), (-1, 2, 0), (1, 2, -0.0), (1, 2, 0, 0)]
     assert len({of(*numbers) for numbers in some}) == 5  # a zero at the end is padding
@@ -777,11 +760,26 @@ def test_fingerprints_see_every_bit_and_place():
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "bool"])
 @pytest.mark.parametrize("n", [0, 1, 17, 8192, 40_007])
 def test_fingerprints_against_whole_numbers_of_python(n, dtype):
-    """On the host, and as a GPU computes them."""
     vector = (random.random(n) * 100).astype(dtype)
-    total = of_bytes(vector.tobytes())
-    assert int(bits.fingerprint([vector])[0]) % (1 << 64) == total
-    assert int(paddle_bits.on_gpu([tensor(vector)]).item()) % (1 << 64) == total
+    found = of_vectors([numpy_view(tensor(vector))])
+    assert int(found[0]) % (1 << 64) == of_bytes(vector.tobytes())
+
+
+def test_fingerprints_follow_every_way_to_write():
+    replica = replica_of(dense(nn.BatchNorm1D(6)))
+    total = replica.gradient(tensor(SMALL[:8]), tensor(Y[:8]), 1, 0)
+    updater = backend.updater(paddle.optimizer.SGD, replica, 0.0)
+    seen = {replica.fingerprint().item()}
+    for write in (
+        lambda: replica.assign(replica.parameters - 1.0),
+        lambda: replica.advance(total, 8),
+        lambda: replica.load({name: array + 1 for name, array in replica.tensors().items()}),
+        lambda: updater.follow(total, 8, 0.1, 0, None),
+    ):
+        write()
+        seen.add(replica.fingerprint().item())
+        assert replica.fingerprint() == of_vectors([backend.get(vector) for vector in replica.vectors])
+    assert len(seen) == 5
 
 
 SCRIPT = """

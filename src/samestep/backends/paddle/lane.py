@@ -1,68 +1,46 @@
-"""What a replica of Paddle is made of: vectors of tensors, and lanes that compute."""
+"""What computes shards in Paddle: a *lane*, a copy of the layer that one thread has to itself.
+
+Its parameters are views of the replica's vector and its state is its own, so that several threads can compute shards of one
+replica side by side without seeing each other. Paddle lets go of Python's lock while it computes, so threads pay off.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import numpy as np
 import paddle
 
-from samestep.backends.layout import ALIGN, places
-from samestep.errors import WrongType
+from samestep.backends.paddle.flat import Flat, Tensor, Vector
 
-Tensor = Any
-Vector = Any
-Numbers = np.ndarray[Any, Any]
-Place = tuple[dict[str, Any], str, Tensor]  # a layer's dictionary of tensors, a name in it, and the tensor that is ours
-TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
-
-
-class Flat:
-    """Tensors of one type, one after the other in one vector, which is made from them."""
-
-    def __init__(self, tensors: Sequence[Tensor], place: Any) -> None:
-        self.ids, self.shapes, kind = [id(t) for t in tensors], [tuple(t.shape) for t in tensors], name_of(tensors[0])
-        if kind not in TYPES:
-            raise WrongType(f"a tensor of the model is of type {kind}: it must be one of {', '.join(TYPES)}")
-        self.dtype = np.dtype(kind)
-        self.real = self.dtype.kind == "f"
-        self.spans, self.size = places([prod(shape) for shape in self.shapes], self.dtype.itemsize)
-        self._place, unit = place, ALIGN // self.dtype.itemsize
-        zeros = paddle.to_tensor(np.zeros(unit, self.dtype), place=place)
-        self._pads = [zeros[: -(hi - lo) % unit] if (hi - lo) % unit else None for lo, hi in self.spans]
-        self.vector = self.filled([t.numpy() for t in tensors])
-
-    def cut(self, vector: Any) -> list[Any]:
-        """The tensors of such a vector, of Paddle or of NumPy, as views of it."""
-        return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
-
-    def join(self, tensors: Sequence[Tensor]) -> list[Vector]:
-        """Tensors of these shapes as the pieces of such a vector."""
-        pieces = []
-        for tensor, pad, (lo, hi) in zip(tensors, self._pads, self.spans, strict=True):
-            pieces += [tensor.reshape([-1])] * (hi > lo) + [pad] * (pad is not None)
-        return pieces
-
-    def filled(self, arrays: Sequence[Numbers]) -> Vector:
-        """A new vector that holds these arrays."""
-        whole = np.zeros(self.size, self.dtype)
-        for view, array in zip(self.cut(whole), arrays, strict=True):
-            view[...] = array
-        return paddle.to_tensor(whole, place=self._place)
+Home = tuple[dict[str, Any], str, Tensor]  # a layer's dictionary of tensors, a name in it, and what was there at first
 
 
 @dataclass
 class Lane:
     layer: paddle.nn.Layer
     parameters: list[Tensor]
-    state: list[tuple[Vector, list[Place]]]  # a vector, and its views
+    state: list[tuple[Vector, list[Home]]]  # a vector, and where its views are
+    constants: dict[str, tuple[Tensor, int]]  # with the version each had at first
     modes: list[bool]
     buffers: list[tuple[dict[str, Any], dict[str, Any]]]  # of each layer: its dictionary, and what was in it at first
-    constants: dict[str, tuple[Tensor, int]]  # with the version each had at first
     training: bool = True
+
+    @staticmethod
+    def of(
+        layer: paddle.nn.Layer, homes: dict[str, Home], weights: Flat, state: list[Flat], constants: list[str]
+    ) -> Lane:
+        """A lane around this layer, which is in training mode and has its tensors in these homes."""
+        layers = layer.sublayers(include_self=True)
+        return Lane(
+            layer,
+            [homes[name][2] for name in weights.views],
+            [(flat.vector, [homes[name] for name in flat.views]) for flat in state],
+            {name: (homes[name][2], homes[name][2].inplace_version) for name in constants},
+            [one.training for one in layers],
+            [(one._buffers, dict(one._buffers)) for one in layers],
+        )
 
     def train(self, training: bool) -> None:
         """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
@@ -71,22 +49,27 @@ class Lane:
             for layer, mode in zip(self.layer.sublayers(include_self=True), self.modes, strict=True):
                 layer.training = training and mode
 
-    def begin(self, start: Sequence[Flat]) -> None:
-        """Start a shard from a replica's state."""
+    def run(self, x: Tensor, start: Sequence[Flat]) -> Any:
+        """The model's output, with a state that starts from these vectors."""
         for now, first in self.buffers:
             now.clear()
             now.update(first)
         for (own, _), flat in zip(self.state, start, strict=True):
             paddle.assign(flat.vector, own)
+        return self.layer(x)
 
-    def change(self, i: int, start: Flat) -> Vector:
-        """What a shard did to a vector of the state."""
-        own, views = self.state[i]
-        if not all(held[name] is view for held, name, view in views):  # `self.count = self.count + 1` makes a new one
-            own = paddle.concat(start.join([held[name].detach().astype(own.dtype) for held, name, _ in views]))
-        return own - start.vector if start.real else own.astype("int64") - start.vector.astype("int64")
+    def changes(self, start: Sequence[Flat]) -> list[Vector]:
+        """What the shard did to each vector of the state."""
+        found = []
+        for (own, homes), flat in zip(self.state, start, strict=True):
+            now, first = own, flat.vector
+            if not all(held[name] is home for held, name, home in homes):  # self.n = self.n + 1 makes a new tensor
+                now = paddle.concat(flat.pieces([held[name].detach().astype(own.dtype) for held, name, _ in homes]))
+            if not flat.layout.real:
+                now, first = now.astype("int64"), first.astype("int64")
+            found.append(now - first)
+        return found
 
-
-def name_of(thing: Any) -> str:
-    """The type of a tensor, as NumPy names it."""
-    return str(thing.dtype).removeprefix("paddle.")
+    def written(self) -> list[str]:
+        """The constants that were written to."""
+        return [name for name, (tensor, version) in self.constants.items() if tensor.inplace_version != version]

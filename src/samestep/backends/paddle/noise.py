@@ -1,13 +1,8 @@
 """Random numbers of a shard's own in Paddle: those that follow after paddle.seed(key(seed, step, shard)).
 
-On a GPU one thread launches everything, so its generator is seeded before each shard. On the CPU all threads share Paddle's
-one generator, so there are three ways, each slower and more general than the one before, and all drawing the same numbers:
-
-    FREE    the model draws nothing: shards side by side
-    AHEAD   it draws in the forward pass: one forward pass at a time, backward passes side by side
-    ALONE   one shard at a time: recomputing (fleet.utils.recompute) draws again in the backward pass
-
-The first shard is computed alone, to see which one will do.
+All threads share Paddle's one generator, and an operation cannot be given another (backends/noise.py says in which ways shards
+can draw). Threads are kept apart in time: one forward pass at a time, backward passes side by side. That does not do
+for recomputing (fleet.utils.recompute), which draws again in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,82 +10,57 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-import paddle
 from paddle.base import core
 
-from samestep.backends.workers import Access
+from samestep.backends.noise import ALONE, APART, FREE, Noise, R, Result, T
 
-T = TypeVar("T")
-R = TypeVar("R")
-FREE, AHEAD, ALONE = range(3)
 GENERATOR = core.default_cpu_generator()
-TWIN = type(GENERATOR)()  # draws along with it between shards: if a model has drawn, the two are out of step
+TWIN = type(GENERATOR)()  # draws the same numbers between shards: where the two differ, a model has drawn
 
 
-class Noise:
-    """Gives the shards of one replica their random numbers."""
-
-    _generator = Access()  # by all replicas
+class PaddleNoise(Noise):
     _drawing = threading.Lock()
 
-    def __init__(self, place: Any) -> None:
-        self._place = place
-        self.way: int | None = None
-
-    def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
-        """backward(forward()), with the numbers that both draw taken from this key."""
-        if self._place.is_gpu_place():  # one thread launches everything
-            index = self._place.gpu_device_id()
-            paddle.set_device(f"gpu:{index}")
-            core.default_cuda_generator(index).manual_seed(key)
-            GENERATOR.manual_seed(key)
-            return backward(forward())
-        if self.way is None:
-            with self._seeded(key):
-                if self.way is None:
-                    return self._first(forward, backward)
-        if self.way == FREE:
-            with self._generator.shared():
-                outcome = forward()
-                quiet = self._in_step()
-            if quiet:
-                return backward(outcome)
-            self.way = ALONE  # it draws after all, and nobody has seen where
-        with self._seeded(key):
+    def first(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[int, Result[R]]:
+        with seeded(key), watched() as touched:
+            before = state()
             outcome = forward()
-            if self.way == ALONE:
-                return backward(outcome)
-        return backward(outcome)
-
-    def _first(self, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
-        before = position()
-        with watched() as touched:
-            outcome = forward()
-            after = position()
+            after = state()
             result = backward(outcome)
-        later = touched or position() != after
-        self.way = ALONE if later else FREE if after == before else AHEAD
-        return result
+            later = touched or state() != after
+        return ALONE if later else FREE if after == before else APART, (result,)
 
-    @contextmanager
-    def _seeded(self, key: int) -> Iterator[None]:
-        with self._generator.alone():
-            GENERATOR.manual_seed(key)
-            try:
-                yield
-            finally:
-                GENERATOR.manual_seed(0)
-                TWIN.manual_seed(0)
+    def position(self) -> None:
+        """Nothing: the twin knows it. Reading the generator's state takes longer."""
 
-    def _in_step(self) -> bool:
-        """Whether nobody has drawn from the generator since its twin was set to the same. To read its state takes longer."""
+    def is_at(self, position: None) -> bool:
         with self._drawing:
             return bool(GENERATOR.random() == TWIN.random())
 
+    def apart(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> Result[R]:
+        with self.generator.alone(), seeded(key):
+            outcome = forward()
+        return (backward(outcome),)
 
-def position() -> str:
+    def alone(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
+        with seeded(key):
+            return backward(forward())
+
+
+@contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Draw from this key; afterwards, the generator and its twin stand at the same place."""
+    GENERATOR.manual_seed(key)
+    try:
+        yield
+    finally:
+        GENERATOR.manual_seed(0)
+        TWIN.manual_seed(0)
+
+
+def state() -> str:
     """Where the generator stands: all words of its state, without the address that comes first."""
     return str(GENERATOR.get_state()).split(" ", 4)[4]
 

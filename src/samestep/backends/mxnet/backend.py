@@ -89,7 +89,9 @@ class MxnetBackend(Backend):
 
     def put(self, array: Any, device: Device) -> Any:
         context = self._home(device)
-        return array.as_in_context(context) if isinstance(array, nd.NDArray) else _array(array, context)
+        if isinstance(array, nd.NDArray):
+            return array if array.ctx == context else array.copyto(context)
+        return _array(array, context)
 
     def get(self, array: Any) -> np.ndarray[Any, Any]:
         with self.explained():

@@ -30,8 +30,6 @@ def _where(context: Context) -> Any:
 
 
 _set_threads = _LIB.MXSetNumOMPThreads
-
-
 _function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)  # of MXNet's own context, and a number of ours
 _use_threads = _function(lambda run, number: _set_threads(number) and None)
 
@@ -46,7 +44,7 @@ def use_threads(context: Context, number: int) -> None:
 # The memory of arrays on the CPU
 
 
-class _Memory:
+class _View:
     def __init__(self, array: Array) -> None:
         start = ctypes.c_void_p()
         check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(start)))
@@ -55,15 +53,15 @@ class _Memory:
         self.__array_interface__ = {"version": 3, "typestr": kind, "shape": array.shape, "data": (start.value, False)}
 
 
-def memory(array: Array) -> Numbers:
+def numpy_view(array: Array) -> Numbers:
     """An array as NumPy, in its own memory, for a function that the engine calls."""
-    return np.asarray(_Memory(array))
+    return np.asarray(_View(array))
 
 
-def in_memory(array: Array) -> Numbers:
-    """An array as NumPy, in its own memory, when nobody writes or reads it any more."""
+def idle_view(array: Array) -> Numbers:
+    """The same for everybody else: waits until the engine no longer reads or writes the array."""
     check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
-    return memory(array)
+    return numpy_view(array)
 
 
 # Functions of our own

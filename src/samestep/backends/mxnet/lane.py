@@ -1,139 +1,87 @@
-"""What a replica of MXNet is made of: vectors of parameters, and lanes that compute.
+"""What computes shards in MXNet: a *lane*, a copy of the block on a context of its own.
 
-A lane is a copy of the block on a context of its own. Its state and its gradients are views of vectors, so that they are moved
-by one operation, whatever the number of parameters.
+A lane's state and gradients are views of vectors, so one operation moves them, whatever the number of parameters. Its weights
+are no views: an evaluation may change the layout of their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 from mxnet import autograd, nd
+from mxnet import np as mxnp
 from mxnet.context import Context
 from mxnet.gluon import Block
-from mxnet.gluon.parameter import Parameter
 
-from samestep import fingerprint as bits
-from samestep.backends import Tensors
-from samestep.backends.layout import places
-from samestep.backends.mxnet.engine import memory
+from samestep.backends.layout import Layout
+from samestep.backends.mxnet.blocks import arrays_in, blocks_of, parameters_of
+from samestep.backends.mxnet.flat import Array, Flat, as_nd
 from samestep.backends.mxnet.noise import Graphs
-
-Array = Any
-Vector = Any
-Numbers = np.ndarray[Any, Any]
+from samestep.errors import Invalid
 
 
-class Flat:
-    """Parameters of one type, one after the other in one vector."""
-
-    def __init__(self, names: Sequence[str], values: dict[str, Numbers], home: Context) -> None:
-        self.names, self.shapes = list(names), [values[name].shape for name in names]
-        self.dtype = values[self.names[0]].dtype
-        self.real = self.dtype.kind == "f"
-        self.spans, self.size = places([prod(shape) for shape in self.shapes], self.dtype.itemsize)
-        self._home = home
-        self.vector = self.filled(values)
-
-    def cut(self, vector: Any) -> list[Any]:
-        """The arrays of such a vector, of MXNet or of NumPy, as views of it."""
-        return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
-
-    def filled(self, values: dict[str, Numbers]) -> Vector:
-        """A new vector that holds these arrays."""
-        whole = np.zeros(self.size, self.dtype)
-        for view, name in zip(self.cut(whole), self.names, strict=True):
-            view[...] = values[name].reshape(view.shape)
-        return nd.array(whole, self._home, self.dtype)
-
-    def named(self, vector: Vector) -> Tensors:
-        return dict(zip(self.names, self.cut(vector.asnumpy()), strict=True))
-
-
-@dataclass
 class Lane:
-    context: Context
-    block: Block
-    trained: list[Parameter]
-    weights: list[Array]  # no views: an evaluation may change the layout of their memory
-    state: list[Vector]  # of which the parameters are views
-    whole: Vector  # what a shard gives
-    gradients: list[Array]  # views of it, to which the backward pass writes
-    attributes: list[tuple[dict[str, Any], dict[str, Array]]]  # of each block: all, and the arrays among them at first
-    constants: dict[str, tuple[Array, bytes]]  # what must not be written to, and what it was
-    graphs: Graphs
-    fresh: bool = False  # whether the weights are the replica's
-    clean: bool = False  # whether the gradients are zero
-    checked: bool = False
-
-    def __post_init__(self) -> None:
-        self._scales: dict[int, Array] = {}
-        pairs = list(zip(self.trained, self.gradients, strict=True))
-        self._sparse = [(p.grad(), dense) for p, dense in pairs if p._grad_stype != "default"]
-        for p, dense in pairs:
+    def __init__(
+        self,
+        context: Context,
+        block: Block,
+        layout: Layout,  # of the weights
+        state: list[Flat],
+        constants: Iterable[str],  # names of parameters
+        size: int,  # of the vector that a shard gives
+        graphs: Graphs,
+    ) -> None:
+        self.context, self.block, self.state, self.graphs = context, block, state, graphs
+        self.fresh = False  # whether the weights are the replica's
+        self.vector = nd.zeros((size,), context, layout.dtype)
+        parameters, blocks = parameters_of(block), list(blocks_of(block))
+        trained = [parameters[name] for name in layout.names]
+        self.weights = [as_nd(p.data()) for p in trained]
+        self._sparse: list[tuple[Array, Array]] = []  # gradients of few rows, and where they belong in the vector
+        for p, view in zip(trained, layout.cut(self.vector), strict=True):
             if p._grad_stype == "default":
-                autograd.mark_variables(p.data(), dense)
+                autograd.mark_variables(p.data(), view)  # the backward pass writes to the vector
+            else:
+                self._sparse.append((p.grad(), view))
+        for flat in state:
+            for name, view in zip(flat.layout.names, flat.views, strict=True):
+                p = parameters[name]
+                p._data = [view.as_np_ndarray() if isinstance(p.data(), mxnp.ndarray) else view]
+        # Of each block: all its attributes, and the arrays among them at first.
+        self._attributes = [(vars(one), arrays_in(one)) for _, one in blocks]
+        fixed = {name: parameters[name].data() for name in constants}
+        fixed |= {path + key: array for path, one in blocks for key, array in arrays_in(one).items()}
+        # What must not be written to, and what it was; forgotten when it has been checked once.
+        self._fixed = {name: (array, array.asnumpy().tobytes()) for name, array in fixed.items()}
 
-    def begin(self) -> None:
-        """Start a shard with the arrays that blocks had at first, and with gradients of zero.
+    def begin(self, weights: Flat, state: Sequence[Flat]) -> None:
+        """Start a shard, with the replica's weights and state, and with the arrays that blocks had at first.
 
-        The backward pass does not touch those of weights that the shard does not use.
+        Gradients start at zero: the backward pass does not touch those of weights that the shard does not use.
         """
-        for now, first in self.attributes:
-            now.update(first)
-        if not self.clean:
-            nd.reset_arrays(self.whole, num_arrays=1)
-        self.clean = False
+        if not self.fresh:
+            for view, own in zip(weights.views, self.weights, strict=True):
+                view.copyto(own)
+            self.fresh = True
+        for flat, mine in zip(state, self.state, strict=True):
+            flat.vector.copyto(mine.vector)
+        for attributes, first in self._attributes:
+            attributes.update(first)
+        nd.reset_arrays(self.vector, num_arrays=1)
         for gradient, _ in self._sparse:
             nd.zeros_like(gradient, out=gradient)
 
-    def scale(self, examples: int, loss: Array) -> Array:
-        """With which to begin the backward pass, for the gradient of the mean instead of the sum."""
-        if examples not in self._scales:
-            self._scales[examples] = nd.full(loss.shape, 1 / examples, self.context, loss.dtype)
-        return self._scales[examples]
-
     def gather(self) -> None:
         """Bring gradients of few rows to where the others are."""
-        for gradient, dense in self._sparse:
-            gradient.tostype("default").copyto(dense)
+        for gradient, view in self._sparse:
+            gradient.tostype("default").copyto(view)
 
-
-class OnHost:
-    """A replica's weights and a lane of it in NumPy's hands, in their own memory, for a function that the engine calls."""
-
-    def __init__(self, flat: Flat, lane: Lane) -> None:
-        self.lane, self._flat = lane, flat
-
-    @cached_property
-    def weights(self) -> Numbers:
-        return memory(self._flat.vector)
-
-    @cached_property
-    def total(self) -> Numbers:
-        return memory(self.lane.whole)
-
-    @cached_property
-    def fingerprint(self) -> bits.Print:
-        return bits.Print([self.weights])
-
-    @cached_property
-    def _pairs(self) -> list[tuple[Numbers, Numbers]]:
-        return list(zip(map(memory, self.lane.weights), self._flat.cut(self.weights), strict=True))
-
-    def descend(self, lr: float) -> None:
-        """What plain SGD does with a gradient of the mean, in the gradient's memory, which is zeroed next."""
-        change = self.total[: len(self.weights)]
-        np.multiply(change, lr, out=change)
-        np.subtract(self.weights, change, out=self.weights)
-
-    def refresh(self) -> None:
-        """Make the lane ready for the next step: with the weights, and gradients of zero."""
-        for own, new in self._pairs:
-            own[...] = new
-        self.total.fill(0)
+    def check_constants(self) -> None:
+        """After the first shard only: reading them waits for the shard."""
+        fixed, self._fixed = self._fixed, {}
+        for name, (array, before) in fixed.items():
+            if array.asnumpy().tobytes() != before:
+                raise Invalid(
+                    f"{name!r} was written to in the forward pass, but is not state, so its value would depend on who "
+                    "computed which shard: use self.params.get(name, grad_req='null', differentiable=False)"
+                )

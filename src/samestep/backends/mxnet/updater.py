@@ -1,0 +1,82 @@
+"""An optimizer of mxnet.optimizer on a replica: it updates the replica's own vector, through arrays that are views of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mxnet as mx
+
+from samestep.backends.base import NativeUpdater
+from samestep.backends.layout import Tensors
+from samestep.backends.mxnet.replica import MxnetReplica
+from samestep.errors import Invalid, WrongType
+from samestep.fingerprint import of_weights
+
+
+class MxnetUpdater(NativeUpdater):
+    """One replica's optimizer. Every replica has one of its own, and all make the same update."""
+
+    def __init__(self, given: Any, replica: MxnetReplica, clip: float) -> None:
+        super().__init__(replica, clip)
+        made = _made(given)
+        self._scheduler = made.lr_scheduler
+        self.optimizer = made = copy.deepcopy(made)
+        made.lr_scheduler = None  # the schedule sets the rate
+        self._leaves = replica.leaves()
+        made.param_dict = {i: about for i, (_, about, _) in enumerate(self._leaves)}  # for lr_mult and wd_mult
+        self._state = [made.create_state_multi_precision(i, view) for i, (_, _, view) in enumerate(self._leaves)]
+
+    def __repr__(self) -> str:
+        about: dict[str, Any] = {name: value for name, value in sorted(vars(self.optimizer).items())
+                 if isinstance(value, (bool, int, float, str)) and name not in ("lr", "num_update")}  # fmt: skip
+        about["mults"] = [(p.lr_mult, p.wd_mult) for _, p, _ in self._leaves]
+        return f"mxnet.optimizer.{type(self.optimizer).__name__}({about}, state={of_weights(self.tensors())[:16]})"
+
+    def rate(self) -> float:
+        """The rate that the optimizer came with."""
+        if self._scheduler is not None:
+            raise Invalid(
+                f"the optimizer has a scheduler inside ({type(self._scheduler).__name__}), which the Trainer does not step: "
+                "pass the scheduler as schedule, and a number to the optimizer"
+            )
+        return float(self.optimizer.lr)
+
+    def apply(self, gradient: Any, lr: float, t: int) -> None:
+        optimizer, parts = self.optimizer, self.replica.layouts[0].cut(gradient)
+        optimizer.lr, optimizer.num_update = lr, t
+        optimizer._index_update_count = dict.fromkeys(range(len(self._leaves)), t)
+        for i, ((_, _, weight), part) in enumerate(zip(self._leaves, parts, strict=True)):
+            optimizer.update_multi_precision(i, weight, part, self._state[i])
+        self.replica.moved()
+
+    def _slots(self) -> dict[str, Any]:
+        found = {}
+        for (name, _, _), state in zip(self._leaves, self._state, strict=True):
+            for i, array in enumerate(state if isinstance(state, (tuple, list)) else [state]):
+                if array is not None:
+                    found[f"{i}:{name}"] = array
+        return found
+
+    def tensors(self) -> Tensors:
+        return {name: array.asnumpy() for name, array in self._slots().items()}
+
+    def load(self, tensors: Tensors) -> None:
+        for name, array in self._slots().items():
+            array[:] = tensors[name]
+
+
+def _made(given: Any) -> Any:
+    """The optimizer that a user means by a name, a function that makes one, or one as it is."""
+    if isinstance(given, str):
+        if given.lower() not in mx.optimizer.Optimizer.opt_registry:
+            known = ", ".join(sorted(mx.optimizer.Optimizer.opt_registry))
+            raise Invalid(f"optimizer: mxnet has no {given!r}, only {known}")
+        return mx.optimizer.create(given)
+    made = given() if callable(given) and not isinstance(given, mx.optimizer.Optimizer) else given
+    if not isinstance(made, mx.optimizer.Optimizer):
+        raise WrongType(
+            "optimizer must be an mxnet.optimizer.Optimizer, the name of one, or a function that makes one, "
+            f"got {type(made).__name__}"
+        )
+    return made

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from samestep.devices import Device
-from samestep.processes.place import Place, World
+from samestep.processes.place import Place
+from samestep.processes.world import World
 from samestep.shards import Span
 
 Array = Any  # an array of the framework

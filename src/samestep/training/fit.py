@@ -21,7 +21,7 @@ from samestep.data.examples import Data, Feed
 from samestep.devices import Device
 from samestep.errors import Invalid, NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
-from samestep.processes.place import World
+from samestep.processes.world import World
 from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
 from samestep.runs.run import Event, Run, RunFolder, Tensors, differences, events, fingerprint
 from samestep.schedules.rates import Rates

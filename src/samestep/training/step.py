@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from samestep import draws
 from samestep.errors import Invalid
 from samestep.optimizers.updating import FlatUpdater, compiled, mean
-from samestep.processes.exchange import across, exchange
-from samestep.processes.place import Alone, World
-from samestep.processes.sockets import OnHost
+from samestep.processes.exchange import Across, exchange
+from samestep.processes.world import Alone, World
 from samestep.runs.checkpoint import pack, unpack
 from samestep.shards import Fold, Span, cut, parts
 
@@ -61,19 +60,13 @@ class Group:
         self._sender = ThreadPoolExecutor(1, "samestep-exchange") if self.world.size > 1 else None
         self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
         self.noisy = bool(getattr(optimizer, "noisy", False))
-        self.rooms: dict[int, Vector] = {}  # memory of the exchange between processes
         self._plans: dict[int, tuple[list[range], list[list[Span]]]] = {}
 
     @cached_property
-    def memory(self) -> Vector:
-        """Where the sum over all processes is put together: the same memory in every step."""
-        return self.world.empty(self.replicas[0].size, self.replicas[0].parameters)
-
-    @cached_property
-    def arithmetic(self) -> Any:
-        """What adds vectors where the world brings them: the framework itself, also for vectors in NumPy's memory."""
-        on_host = isinstance(self.memory, np.ndarray)
-        return OnHost(self.backend, self.replicas[0].device) if on_host else self.backend
+    def across(self) -> Across:
+        """The sum over all processes."""
+        first = self.replicas[0]
+        return Across(self.world, self.backend, first.device, first.parameters, first.size)
 
     def plan(self, n: int) -> tuple[list[range], list[list[Span]]]:
         """Which of n shards each replica of this process computes, and which parts of their sum each process will hold."""
@@ -142,7 +135,7 @@ class Group:
                 step.give_up()
                 raise
             total = sending.result()  # waits for the other processes
-            totals = [self.arithmetic.place(total, replica.device) for replica in self.replicas]
+            totals = [self.across.put(total, replica.device) for replica in self.replicas]
         else:
             self.backend.map(tasks)
             devices = [replica.device for replica in self.replicas]
@@ -230,21 +223,14 @@ class Step:
 
     def send(self) -> Vector:
         """Exchange every band with the other processes once it is ready; the sum over all shards of all processes."""
-        group = self.group
+        total: Vector = None
         for band, (lo, hi) in enumerate(self.bands):
             self._ready[band].wait()
             if self._given_up:
                 break
-            local: Fold[Vector] = Fold(self.n, group.arithmetic.add)
-            for bands in self.folds:
-                for span, vector in bands[band].parts.items():
-                    local.add(span, group.world.bring(vector))
-            held = dict(sorted(local.parts.items()))
-            total = across(group.world, group.arithmetic, held, self.held, self.n, group.memory[lo:hi], group.rooms)
-            if len(self.bands) == 1:
-                return total
-            group.arithmetic.assign(group.memory[lo:hi], total)
-        return group.memory
+            parts = {span: vector for bands in self.folds for span, vector in bands[band].parts.items()}
+            total = self.group.across.sum(parts, self.held, self.n, lo, hi)
+        return total
 
     def give_up(self) -> None:
         """A shard failed: what is not ready will not come."""

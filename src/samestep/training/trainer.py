@@ -17,7 +17,8 @@ from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
 from samestep.optimizers.rules import sgd
-from samestep.processes.place import World, find
+from samestep.processes.place import find
+from samestep.processes.world import World
 from samestep.runs.checkpoint import parse
 from samestep.runs.run import Run
 from samestep.schedules.rates import check_schedule, rate

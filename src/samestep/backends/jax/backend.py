@@ -10,7 +10,6 @@ an operation is cut depends on the size of the pool alone.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +33,10 @@ from samestep.backends.workers import Crew, side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.models.jax import Pair
-from samestep.processes.meeting import Meeting
-from samestep.processes.place import Place, World
-from samestep.processes.sockets import join
+from samestep.processes.mpi import join
+from samestep.processes.place import Place
+from samestep.processes.world import World
 
-MEETING = "samestep/meeting"  # in the store of jax.distributed: where the processes of a run meet
 THREADS = "PJRT_NPROC"  # what XLA reads for the size of its pool when a client is made
 
 
@@ -225,32 +223,21 @@ class JaxBackend:
         return OptaxUpdater(optimizer, replica)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        place, meeting = distributed(place)
-        return join(self.get, place, timeout, meeting)
+        no_other_processes()
+        return join(self.get, place, timeout)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         raise WrongType(f"schedule must be a number or a function of t, as optax's are, got {type(scheduler).__name__}")
 
 
-def distributed(place: Place) -> tuple[Place, Meeting | None]:
-    """The place of this process, and where it meets the others: by jax.distributed, if the script has initialized that."""
-    state = global_state
-    if state.client is None or state.num_processes == 1:
-        return place, None
-    host, client = state.coordinator_address.rpartition(":")[0], state.client  # the coordinator is in process 0
-
-    def look() -> tuple[str, int, str] | None:
-        try:
-            port, secret = json.loads(client.key_value_try_get(MEETING))
-        except jax.errors.JaxRuntimeError:  # it is not there yet
-            return None
-        return host, port, secret
-
-    def publish(port: int, secret: str) -> None:
-        client.key_value_set(MEETING, json.dumps([port, secret]), allow_overwrite=True)
-
-    place = Place(state.process_id, state.num_processes, place.local_rank, place.local_size)
-    return place, Meeting(host, 0, publish, look)
+def no_other_processes() -> None:
+    """Refuse processes that know of each other by jax.distributed: those of samestep find each other by MPI."""
+    count = global_state.num_processes
+    if global_state.client is not None and count > 1:
+        raise Invalid(
+            f"jax.distributed.initialize has joined {count} processes, and samestep joins them by MPI: leave it out, and start "
+            f"the script with `mpiexec -n {count} python ...`"
+        )
 
 
 def checked(array: Any) -> Any:

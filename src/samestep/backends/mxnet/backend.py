@@ -36,8 +36,9 @@ from samestep.backends.probing import check_examples, check_output, check_weight
 from samestep.backends.workers import Crew, side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
-from samestep.processes.place import Place, World
-from samestep.processes.sockets import join
+from samestep.processes.mpi import join
+from samestep.processes.place import Place
+from samestep.processes.world import World
 from samestep.runs.run import fingerprint
 
 # What cuDNN may do, read whenever an operation is made.

@@ -37,8 +37,9 @@ from samestep.backends.probing import check_examples, check_output, check_weight
 from samestep.backends.workers import Crew
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
-from samestep.processes.place import Place, World
-from samestep.processes.sockets import join
+from samestep.processes.mpi import join
+from samestep.processes.place import Place
+from samestep.processes.world import World
 from samestep.runs.run import fingerprint
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.

@@ -29,8 +29,9 @@ from samestep.backends.tensorflow.replica import Program, TensorflowReplica, for
 from samestep.backends.workers import Crew
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import BackendMissing, Invalid, OutOfMemory, WrongType
-from samestep.processes.place import Place, World
-from samestep.processes.sockets import join
+from samestep.processes.mpi import join
+from samestep.processes.place import Place
+from samestep.processes.world import World
 from samestep.runs.run import fingerprint
 
 if keras.backend.backend() != "tensorflow":

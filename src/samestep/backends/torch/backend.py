@@ -20,7 +20,8 @@ from samestep.backends.torch.updater import TorchUpdater
 from samestep.backends.workers import Crew
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotDeterministic, OutOfMemory
-from samestep.processes.place import Place, World
+from samestep.processes.place import Place
+from samestep.processes.world import World
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -190,7 +191,7 @@ class TorchBackend:
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         from samestep.processes.torch import join
 
-        return join(place, timeout, devices)
+        return join(place, timeout, devices, self.get)
 
     def _must_exist(self, device: Device) -> None:
         if device.index >= (torch.cuda.device_count() if device.kind == "cuda" else 1):

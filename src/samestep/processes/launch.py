@@ -251,7 +251,7 @@ class ByMpiexec(Processes):
     def _note(self, rank: int, status: int) -> None:
         if not any(self._read(f"{q}.pid") for q in range(self.count)):
             os.write(self._shown[1], self._own.read_bytes())  # nothing was started, and mpiexec says why
-        elif status < 0 and not self.asked:
+        elif (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
             os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
 
     def _pid(self, rank: int) -> int | None:

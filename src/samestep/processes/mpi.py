@@ -25,7 +25,7 @@ FAILED, ENDED, ASK, ANSWER = range(4)  # kinds of alarms: the tags of their mess
 PATIENCE = (
     1.0  # seconds within which a process that waits answers, and within which what a failed one sent still arrives
 )
-FAREWELL = 5.0  # seconds that a failed process waits for the others to end by themselves
+FAREWELL = 3.0  # seconds that a failed process waits for the others to end by themselves
 LONGEST = 4000  # bytes of an alarm
 QUICK = 100  # times to look before a wait sleeps: most answers come at once
 NAP, REST = 0.00005, 0.001  # seconds to sleep between two looks, at first, and after a while
@@ -43,9 +43,10 @@ def join(get: Get, place: Place, timeout: float) -> World:
     if place.size == 1:
         return Alone()
     if place.started_by == "torchrun":
+        ours = "" if place.meet.startswith("file://") else f" or `samestep train --processes {place.size} ...`"
         raise Invalid(
-            f"these {place.size} processes were started by torchrun, or with RANK and WORLD_SIZE, which is for PyTorch alone: "
-            f"start them with `mpiexec -n {place.size} python ...` or `samestep train --processes {place.size} ...`"
+            f"these {place.size} processes were started with RANK and WORLD_SIZE, as torchrun does, which is for PyTorch alone: "
+            f"start them with `mpiexec -n {place.size} python ...`{ours}"
         )
     if _joined is None:
         _joined = MpiWorld(place, timeout)
@@ -104,6 +105,7 @@ class MpiWorld(World):
         self._mpi = initialized(place, timeout)
         world = self._mpi.COMM_WORLD
         super().__init__(world.rank, world.size, timeout)
+        self._slurm = place.started_by == "slurm"
         self.broken, self.cause = False, ""  # whether a fit has failed here, and why the run ends
         self._ended: dict[int, float] = {}  # by rank: since when nothing more is to be expected of it
         self._gone: set[int] = set()  # those whose script has ended
@@ -227,7 +229,9 @@ class MpiWorld(World):
             if self.cause and end == float("inf"):
                 end = time.monotonic() + FAREWELL
             if time.monotonic() > end:
-                self._mpi.COMM_WORLD.Abort(1)
+                if self._slurm:
+                    self._mpi.COMM_WORLD.Abort(1)
+                os._exit(1)  # mpiexec ends the others when one ends in this way; srun may not
             time.sleep(REST)
         if not self.cause:
             self._mpi.Finalize()  # after a failure this could wait for what never comes

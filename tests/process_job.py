@@ -194,9 +194,9 @@ def one(folder: Path, name: str = "dropout", devices: int = 1, **settings: Any) 
     return {"run": outcome(result), "resumed": result.resumed, "folder": str(result.folder)}
 
 
-def several(folder: Path, fits: int = 1) -> dict[str, Any]:
+def several(folder: Path, fits: int = 1, **settings: Any) -> dict[str, Any]:
     """So many fits, one after the other."""
-    return [{}, *(one(folder) for _ in range(fits))][-1]
+    return [{}, *(one(folder, **settings) for _ in range(fits))][-1]
 
 
 def again(folder: Path) -> dict[str, Any]:

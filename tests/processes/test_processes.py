@@ -374,8 +374,9 @@ def check_all(ranks: list[Seen], errors: list[tuple[str, str]]) -> None:
     assert {seen.status for seen in ranks} in ({1}, {1, -signal.SIGKILL}), ranks
 
 
-@pytest.mark.parametrize("meet", [*ENGINES, "tcp"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("who", "meet"), [(0, "file"), (1, "file"), (0, "tcp"), (1, "tcp"), pytest.param(1, "mpi", marks=needs_mpi)]
+)
 def test_an_exception_in_one_process_ends_all_with_its_message(who: int, meet: str, launch: Launch) -> None:
     """Also where rank 0 holds what the others would read the message from."""
     where = "after" if meet == "tcp" else "middle"
@@ -471,14 +472,12 @@ def check_hangs(started: Ranks, who: int) -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("accident", [{"befall": ["stop", 1, "middle"]}, {"befall between": 1}], ids=["alone", "chain"])
-def test_a_process_that_hangs_is_named_and_ended_where_mpi_connects_them(
-    accident: dict[str, Any], launch: Launch
-) -> None:
-    started = launch(3, "one", "mpi", timeout=3, **{"rank 2": accident})
-    check_hangs(started, 2)
-    assert isinstance(started, ByMpi)
-    assert started.processes.states()[2] == -signal.SIGKILL
+def test_a_process_that_hangs_is_named_and_ended_where_mpi_connects_them(launch: Launch) -> None:
+    accidents = [{"befall": ["stop", 1, "middle"]}, {"befall between": 1}]
+    for started in [launch(3, "one", "mpi", timeout=3, **{"rank 2": accident}) for accident in accidents]:
+        check_hangs(started, 2)
+        assert isinstance(started, ByMpi)
+        assert started.processes.states()[2] == -signal.SIGKILL
 
 
 @needs_mpi

@@ -312,6 +312,7 @@ def test_command() -> None:
 
 SHOWS = """
 import json, os, sys
+if 0: import torch  # a script of PyTorch
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SAMESTEP_OVERRIDES")
 print(json.dumps({name: os.environ.get(name) for name in names}))
 """

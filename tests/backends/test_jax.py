@@ -582,3 +582,11 @@ def test_a_book_that_was_read_is_not_written_to():
     second, _ = replica.whole(pass_, (8, 16), 2, ss.sgd(), {}, 0.1, 1)
     assert np.asarray(second).tolist() != before.tolist() == np.asarray(first).tolist()
     assert (first.book is second.book, first.number, second.number) == (False, 0, 0)
+
+
+def test_processes_of_jax_distributed_are_told_of_mpiexec(monkeypatch):
+    monkeypatch.setattr(backends_jax.global_state, "client", object())
+    monkeypatch.setattr(backends_jax.global_state, "num_processes", 2)
+    message = "jax.distributed.initialize has joined 2 processes, and samestep joins them by MPI: leave it out, and start the script"
+    with pytest.raises(ValueError, match=f"^{message} with `mpiexec -n 2 python ...`$"):
+        fit(line())

@@ -7,6 +7,7 @@ import threading
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import process_job
 import pytest
 import torch
@@ -249,3 +250,48 @@ def test_across_notices_a_part_that_is_missing() -> None:
     results, _ = summed(floats(8, 30), cut(8, 3), Forgetful)
     message = "the sum over 8 shards is not complete: it has parts [(0, 2), (3, 4), (6, 8)]"
     assert [str(result) for result in results] == [message] * 3
+
+
+# Vectors in host memory, which NumPy holds and the framework adds
+
+
+class Host:
+    """A framework with arrays that must not be written to, whose sums have no numbers too small to be normal."""
+
+    def put(self, array: Any, device: Any) -> Any:
+        new = np.array(array)
+        new.flags.writeable = False
+        return new
+
+    copy = put
+
+    def get(self, array: Any) -> Any:
+        return array
+
+    def add(self, left: Any, right: Any) -> Any:
+        total = left + right
+        return self.put(np.where(np.abs(total) < np.finfo(np.float32).tiny, np.float32(0), total), None)
+
+
+class InHostMemory(Thread):
+    def empty(self, size: int, like: Any) -> Any:
+        return np.full(size, np.nan, np.float32)
+
+
+def test_the_framework_adds_into_memory_that_is_numpys() -> None:
+    host: Any = Host()
+    left, right = np.array([1, 1e-38, 3], np.float32), np.array([2, -9e-39, 4], np.float32)
+    arithmetic = Across(InHostMemory(0, 2, Mail()), host, cpu(), left, 3)._arithmetic
+    memory = left.copy()
+    assert arithmetic.add(memory, right) is memory
+    assert memory.tolist() == host.add(left, right).tolist() == [3, 0, 7]
+    assert memory.tolist() != (left + right).tolist()  # a twin that adds with NumPy would be seen
+
+
+def test_what_is_put_on_a_device_is_a_copy_of_memory_that_the_next_step_fills() -> None:
+    host: Any = Host()
+    across = Across(InHostMemory(0, 2, Mail()), host, cpu(), None, 3)
+    across.total[:] = [0, 1, 2]
+    placed = across.put(across.total, cpu())
+    across.total[:] = 7
+    assert placed.tolist() == [0, 1, 2]

@@ -405,12 +405,6 @@ def test_processes_that_catch_the_exception_and_go_on_keep_nobody(
     assert (last.status, last.error) == (0, ("ValueError", "boom\nand more of it"))
 
 
-@needs_mpi
-def test_a_fit_after_one_that_failed_is_refused_where_mpi_connects_them(launch: Launch) -> None:
-    message = "a fit has failed, and its processes cannot be joined again: start the script anew"
-    check_all(launch(2, "again", "mpi").end(), [("ProcessFailed", message)] * 2)
-
-
 @pytest.mark.parametrize("meet", ["file", "tcp"])
 def test_a_fit_after_one_that_failed_everywhere(meet: str, launch: Launch, expected: dict[str, Any]) -> None:
     """Nothing of the first is left to disturb the second."""

@@ -45,7 +45,7 @@ def join(get: Get, place: Place, timeout: float) -> World:
     if place.started_by == "torchrun":
         ours = "" if place.meet.startswith("file://") else f" or `samestep train --processes {place.size} ...`"
         raise Invalid(
-            f"these {place.size} processes were started with RANK and WORLD_SIZE, as torchrun does, which is for PyTorch alone: "
+            f"these {place.size} processes were started with RANK and WORLD_SIZE, as by torchrun, which is for PyTorch alone: "
             f"start them with `mpiexec -n {place.size} python ...`{ours}"
         )
     if _joined is None:

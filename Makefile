@@ -45,12 +45,12 @@ $(VENV)/train.done: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml constraints.txt
-	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,plot,dev]'
+	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,mpi,plot,dev]'
 	@touch $@ $(VENV)/train.done
 
 # MXNet 1.9.1 has wheels for Linux only; where there is none, the tests that need it are skipped and say so.
 $(MXNET)/test.done: pyproject.toml constraints-mxnet.txt
-	$(call into,$(MXNET)) -c constraints-mxnet.txt -e '.[mxnet,dev-mxnet]' || echo "MXNet cannot be installed here"
+	$(call into,$(MXNET)) -c constraints-mxnet.txt -e '.[mxnet,mpi,dev-mxnet]' || echo "MXNet cannot be installed here"
 	@mkdir -p $(MXNET) && touch $@
 
 clean:

@@ -1,11 +1,11 @@
 """The exchange between processes of one host against torch.distributed.all_reduce with gloo: same processes, same vectors.
 
-    python benchmarks/exchange.py [--processes 2,4] [--megabytes 1,10,100]
+    python benchmarks/exchange.py [--processes 2,4] [--megabytes 1,3,10,30,100]
 
-all_reduce adds in an order of its own, which depends on the number of processes, and sends by TCP; ours adds along the tree,
-and its vectors go through memory that the processes share, or by TCP with gloo as well where SAMESTEP_TRANSPORT=gloo. Each
-holds one part of eight shards. Rounds alternate; the figure is the median over the rounds of the slowest process. Bytes are
-those of the vectors that a process hands to another, whichever way they go.
+all_reduce adds in an order of its own, which depends on the number of processes, and sends by TCP. Ours adds along the tree,
+and its vectors are moved by MPI. Both have one core for each process, if there are so many, and each process holds one part
+of eight shards. Rounds alternate; the figure is the median over the rounds of the slowest process. Bytes are those of the
+vectors that a process sends to others.
 """
 
 from __future__ import annotations
@@ -14,45 +14,44 @@ import argparse
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from machine import keep
+from machine import keep, version
 
 from samestep import shards
-from samestep.backends.torch import backend as backends
+from samestep.backends.torch.backend import backend
 from samestep.devices import cpu
 from samestep.processes import exchange
-from samestep.processes import place as processes
-from samestep.processes.torch import TorchWorld
+from samestep.processes.launch import launch
+from samestep.processes.mpi import MpiWorld, join
+from samestep.processes.place import find
 
 SHARDS = 8
 
 
-class Counting:
-    """The world, with the bytes that this process hands to others counted: all of them go by `swap`."""
-
-    def __init__(self, world: TorchWorld) -> None:
-        self.world, self.bytes = world, 0
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.world, name)
-
-    def swap(self, sends: list, receives: object) -> object:
-        self.bytes += sum(vector.numel() * vector.element_size() for _, vector in sends)
-        return self.world.swap(sends, receives)
-
-
 def measure(megabytes: list[float]) -> None:
     torch.set_num_threads(1)
-    world = Counting(TorchWorld(processes.find(), 60.0))
-    world.prepare([cpu()], 60.0)
+    place = find()
+    dist.init_process_group("gloo", init_method=place.meet, rank=place.rank, world_size=place.size)
+    world, sent = join(backend.get, place, 60.0), 0
+    assert isinstance(world, MpiWorld)
+    send = world.send
+
+    def counting(kind: str, rank: int, memory: object, tag: int) -> object:
+        nonlocal sent
+        sent += memory.nbytes if kind == "vectors" else 0
+        return send(kind, rank, memory, tag)
+
+    world.send = counting
     k, rank = world.size, world.rank
-    held = [shards.parts(lo, hi, SHARDS) for lo, hi in shards.cut(SHARDS, k)]
+    held = [shards.parts(lo, hi, SHARDS)[:1] for lo, hi in shards.cut(SHARDS, k)]
     rows = []
     for size in megabytes:
         n = int(size * 1e6 / 4)
-        vector, memory, rooms = torch.randn(n), torch.empty(n), dict[int, torch.Tensor]()
+        vector = torch.randn(n)
+        across = exchange.Across(world, backend, cpu(), vector, n)
         times: dict[str, list[float]] = {"all_reduce": [], "ours": []}
         for _ in range(max(31, int(300 / size))):
             for name in times:
@@ -60,21 +59,20 @@ def measure(megabytes: list[float]) -> None:
                 world.collect(b"")
                 began = time.perf_counter()
                 if name == "ours":
-                    world.bytes = 0
-                    parts = {held[rank][0]: vector}
-                    exchange.across(world, backends.backend, parts, [h[:1] for h in held], SHARDS, memory, rooms)
+                    sent = 0
+                    across.sum({held[rank][0]: vector}, held, SHARDS, 0, n)
                 else:
                     dist.all_reduce(vector)
                 mine = time.perf_counter() - began
-                slowest = max(float(text) for text in world.collect(repr(mine).encode()))
-                times[name].append(slowest)
+                times[name].append(max(float(text) for text in world.collect(repr(mine).encode())))
         ours, theirs = (1e3 * statistics.median(times[name][2:]) for name in ("ours", "all_reduce"))
         rows.append({"processes": k, "megabytes": size, "ours": ours, "all_reduce": theirs, "ratio": ours / theirs,
-                     "bytes": world.bytes / (4 * n), "ring": 2 * (k - 1) / k})  # fmt: skip
+                     "bytes": sent / (4 * n), "ring": 2 * (k - 1) / k})  # fmt: skip
         if rank == 0:
             print(rows[-1], file=sys.stderr, flush=True)
     if rank == 0:
-        keep(f"exchange-{k}", rows)
+        keep(f"exchange-{k}", rows, mpi=f"mpi4py {version('mpi4py')}, mpich {version('mpich')}")
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -82,11 +80,11 @@ def main() -> None:
     parser.add_argument("--processes", default="2,4")
     parser.add_argument("--megabytes", default="1,3,10,30,100")
     options = parser.parse_args()
-    if processes.find().size > 1:
+    if find().size > 1:
         measure([float(size) for size in options.megabytes.split(",")])
         return
     for k in map(int, options.processes.split(",")):
-        if processes.launch([sys.executable, __file__, "--megabytes", options.megabytes], k):
+        if launch([sys.executable, str(Path(__file__)), "--megabytes", options.megabytes], k, "mpi"):
             sys.exit(1)
 
 

@@ -30,8 +30,10 @@ from samestep import draws
 from samestep.backends.torch import replica as torch_replica
 from samestep.devices import cpu
 from samestep.errors import NotFinite, ProcessFailed
-from samestep.processes import torch as torch_world
+from samestep.processes.exchange import Across
+from samestep.processes.mpi import MpiWorld
 from samestep.processes.place import find
+from samestep.processes.torch import TorchWorld
 from samestep.runs import run
 from samestep.training import fit, step
 
@@ -192,6 +194,11 @@ def one(folder: Path, name: str = "dropout", devices: int = 1, **settings: Any) 
     return {"run": outcome(result), "resumed": result.resumed, "folder": str(result.folder)}
 
 
+def several(folder: Path, fits: int = 1, **settings: Any) -> dict[str, Any]:
+    """So many fits, one after the other."""
+    return [{}, *(one(folder, **settings) for _ in range(fits))][-1]
+
+
 def again(folder: Path) -> dict[str, Any]:
     """A fit that fails in every process alike, and one after it."""
     try:
@@ -273,7 +280,8 @@ def befall(how: str, at: int, where: str = "before") -> None:
 
 def befall_between(at: int) -> None:
     """Stop this process in a swap of the step after `at` updates, when the first of the others has its numbers."""
-    swap, step_of = torch_world.TorchWorld.swap, step.Group.step
+    kind = TorchWorld if find().meet else MpiWorld
+    swap, step_of = kind.swap, step.Group.step
     now = -1
 
     def stepping(self: Any, pass_: Any, spans: Any, keys: Any, lr: float, t: int) -> Any:
@@ -290,7 +298,7 @@ def befall_between(at: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return swap(self, sends, receives)
 
-    step.Group.step, torch_world.TorchWorld.swap = stepping, swapping  # type: ignore[method-assign]
+    step.Group.step, kind.swap = stepping, swapping  # type: ignore[method-assign]
 
 
 class Pausing(nn.Module):
@@ -329,7 +337,7 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
     """
     told: list[str] = []
     summed = threading.Event()
-    across, deliver, gradient = step.across, step.Step.deliver, torch_replica.TorchReplica.gradient
+    sum_up, deliver, gradient = Across.sum, step.Step.deliver, torch_replica.TorchReplica.gradient
     steps: list[step.Step] = []
 
     def pause() -> None:
@@ -348,7 +356,7 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
 
     def summing(*arguments: Any) -> Any:
         told.append("sending begins")
-        total = across(*arguments)
+        total = sum_up(*arguments)
         told.append("sending ends")
         summed.set()
         return total
@@ -358,7 +366,7 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
         told.append("a shard's backward ends")
         return vector
 
-    step.across, step.Step.deliver = summing, delivering  # type: ignore[method-assign]
+    Across.sum, step.Step.deliver = summing, delivering  # type: ignore[method-assign]
     torch_replica.TorchReplica.gradient = computing  # type: ignore[method-assign]
     torch_replica.BAND = SMALL
     return {"run": outcome(pausing(pause, devices)), "told": told}
@@ -367,14 +375,15 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
 # Broken twins
 
 
-def in_order_of_ranks(world: Any, backend: Any, parts: Any, held: Any, n: int, memory: Any, rooms: Any) -> Any:
-    """Twin of `across`: whole vectors are sent, and every process adds them from left to right."""
+def in_order_of_ranks(self: Any, parts: Any, held: Any, n: int, lo: int, hi: int) -> Any:
+    """Twin of `Across.sum`: whole vectors are sent, and every process adds them from left to right."""
+    world, mine = self.world, {span: self.world.bring(vector) for span, vector in sorted(parts.items())}
     others = [q for q in range(world.size) if q != world.rank]
-    incoming = {q: [world.empty(len(memory), memory) for _ in held[q]] for q in others}
-    sends = [(q, part.clone()) for q in others for part in parts.values()]
+    incoming = {q: [world.empty(hi - lo, self.total) for _ in held[q]] for q in others}
+    sends = [(q, part.clone()) for q in others for part in mine.values()]
     for works in world.swap(sends, [(q, v) for q, vectors in incoming.items() for v in vectors]):
         world.wait(works)
-    vectors = [v for q in range(world.size) for v in (parts.values() if q == world.rank else incoming[q])]
+    vectors = [v for q in range(world.size) for v in (mine.values() if q == world.rank else incoming[q])]
     total = vectors[0].clone()
     for vector in vectors[1:]:
         total += vector
@@ -385,9 +394,9 @@ def twin(name: str) -> None:
     """Break something."""
     rank = find().rank
     if name == "adds in the order of ranks":
-        step.across = in_order_of_ranks
+        Across.sum = in_order_of_ranks  # type: ignore[method-assign]
     elif name in ("loses a part", "loses a sum"):
-        swap, swaps = torch_world.TorchWorld.swap, 0
+        swap, swaps = TorchWorld.swap, 0
 
         def losing(self: Any, sends: Any, receives: Any) -> Any:
             nonlocal swaps
@@ -396,7 +405,7 @@ def twin(name: str) -> None:
                 sends = [(q, torch.zeros_like(vector) if i == 0 else vector) for i, (q, vector) in enumerate(sends)]
             return swap(self, sends, receives)
 
-        torch_world.TorchWorld.swap = losing  # type: ignore[method-assign]
+        TorchWorld.swap = losing  # type: ignore[method-assign]
     elif name == "shuffles by rank":
         order = draws.order
         draws.order = lambda seed, *rest: order(seed + rank, *rest)
@@ -435,6 +444,7 @@ def twin(name: str) -> None:
 
 JOBS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "zoo": zoo, "one": one, "again": again, "evaluated": evaluated, "own group": own_group, "overlap": overlap,
+    "several": several,
 }  # fmt: skip
 
 

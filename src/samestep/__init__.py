@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
 
 _WHERE = {
-    "processes.exchange": ["allreduce", "replicate", "split_batch"],
+    "d2l.by_hand": ["allreduce", "replicate", "split_batch"],
     "schedules.algebra": ["Schedule"],
     "optimizers.averaging": ["path_average", "swa"],
     "data.examples": ["Data"],
@@ -53,13 +53,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
+    from samestep.d2l.by_hand import allreduce, replicate, split_batch
     from samestep.data.examples import Data
     from samestep.data.fashion import fashion_mnist
     from samestep.devices import Device, cpu, gpu
     from samestep.errors import SamestepError
     from samestep.optimizers.averaging import path_average, swa
     from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld
-    from samestep.processes.exchange import allreduce, replicate, split_batch
     from samestep.runs.run import Run
     from samestep.schedules.algebra import Schedule
     from samestep.schedules.kinds import (

@@ -583,3 +583,11 @@ def test_signs_that_change_show_in_the_fingerprint():
     assert len({tuple(prints(np.array(numbers, np.float32)).tolist()) for numbers in signs}) == len(signs) == 136
     all_of_them = np.zeros((64, 64), np.float32)
     assert prints(all_of_them).tolist() != prints(-all_of_them).tolist()
+
+
+def test_processes_of_jax_distributed_are_told_of_mpiexec(monkeypatch):
+    monkeypatch.setattr(backends_jax.global_state, "client", object())
+    monkeypatch.setattr(backends_jax.global_state, "num_processes", 2)
+    message = "samestep joins them by MPI: leave it out, and start the script with `mpiexec -n 2 python ...`$"
+    with pytest.raises(ValueError, match=f"^jax.distributed.initialize has joined 2 processes, and {message}"):
+        fit(line())

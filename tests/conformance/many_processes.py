@@ -1,4 +1,4 @@
-"""What one of several processes does in test_many_processes.py: `many_processes.py FOLDER DEVICE [run=PATH] [jax=HOST:PORT]`.
+"""What one of several processes does in test_many_processes.py: `many_processes.py FOLDER DEVICE [RUN]`.
 
 It fits the models on one device and on two; then once more as a broken twin would; then it goes on with a run, in which the
 last process is killed at the step after. What a process saw is left in FOLDER/rank-R.json. One start does all this, as
@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import samestep as ss
 from conformance import suite
 from samestep.errors import ProcessFailed
-from samestep.processes.place import MEET, Place, find
+from samestep.processes.exchange import Across
+from samestep.processes.place import find
 from samestep.runs import run as runs
 from samestep.training import step
 
@@ -107,11 +108,14 @@ def outcome(run: ss.Run) -> dict:
     return json.loads(json.dumps(whole))
 
 
-def losing_a_part(world, arithmetic, parts, *rest):
-    """Twin of `across`: what the last process holds does not reach the others."""
-    if world.rank == world.size - 1:
-        parts = {span: arithmetic.assign(vector, vector * 0) for span, vector in parts.items()}
-    return across(world, arithmetic, parts, *rest)
+def losing_a_part(self, parts, *rest):
+    """Twin of `Across.sum`: what the last process holds does not reach the others."""
+    if self.world.rank == self.world.size - 1:
+        parts = {span: vector * 0 for span, vector in parts.items()}
+    return sum_up(self, parts, *rest)
+
+
+sum_up = Across.sum
 
 
 def killed_after(steps: int) -> None:
@@ -126,24 +130,8 @@ def killed_after(steps: int) -> None:
     step.Group.step = stepping
 
 
-across = step.across
-
-
-def by_jax_alone(coordinator: str) -> None:
-    """Have jax.distributed set up by the script, and nothing else that tells of other processes."""
-    from jax import distributed
-
-    place = find()
-    for name in (MEET, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
-    assert find() == Place()
-    distributed.initialize(coordinator, place.size, place.rank)
-
-
-def main(folder: str, device: str, *more: str) -> None:
-    seen, rank, given = {}, find().rank, dict(pair.split("=", 1) for pair in more)
-    if "jax" in given:
-        by_jax_alone(given["jax"])
+def main(folder: str, device: str, run: str = "") -> None:
+    seen, rank = {}, find().rank
 
     def tell() -> None:
         Path(folder, f"rank-{rank}.json").write_text(json.dumps(seen))
@@ -152,17 +140,16 @@ def main(folder: str, device: str, *more: str) -> None:
         for count in (1, 2):
             result = fit(name, [device] * count)
             seen[f"{name} on {count}"] = outcome(result) | {"devices": result.devices}
-    step.across = losing_a_part
+    Across.sum = losing_a_part
     seen["twin"] = outcome(fit(MODELS[0], [device]))
-    step.across = across
+    Across.sum = sum_up
     tell()
-    if "run" in given:
+    if run:
         killed_after(STOP + 1)
         try:
-            fit(MODELS[0], [device], run_dir=given["run"], checkpoint_every=1, timeout=60)
+            fit(MODELS[0], [device], run_dir=run, checkpoint_every=1, timeout=60)
         except ProcessFailed as error:
-            seen["failed"] = str(error)
-            tell()
+            print(error, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The same bits from several processes as from one: on the CPU, and on a GPU that they share."""
 
 import json
+import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import pytest
 import samestep as ss
 from conformance import many_processes as job
 from conformance import suite
-from samestep.processes.place import launch
-from samestep.training.group import Group
+from samestep.processes import launch
+from samestep.training.step import Group
 
 
 class Stopped(Exception):
@@ -47,24 +47,40 @@ def begun(tmp_path_factory) -> Path:
     return folder
 
 
-def started(count: int, folder: Path, status: int, *more: object) -> list[dict]:
-    """What each of several processes saw."""
-    assert launch([sys.executable, job.__file__, str(folder), *map(str, more)], count) == status
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
+ENGINE = "torch" if suite.BACKEND == "torch" else "mpi"
+if ENGINE == "mpi" and not launch.mpiexec():
+    pytest.skip("needs mpiexec (pip install 'samestep[mpi]')", allow_module_level=True)
+
+
+def started(count: int, folder: Path, *more: object) -> tuple[int, str, list[dict]]:
+    """The exit status of several processes, what they printed, and what each saw."""
+    command = [sys.executable, job.__file__, str(folder), *map(str, more)]
+    with (
+        open(folder / "output", "w+") as output,
+        launch.of(ENGINE)(command, count, os.environ, output.fileno()) as processes,
+    ):
+        processes.start()
+        status = processes.wait()
+        output.seek(0)
+        return status, output.read(), [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
 
 @pytest.fixture(scope="module")
-def two(begun: Path, tmp_path_factory) -> list[dict]:
+def killed(begun: Path, tmp_path_factory) -> tuple[int, str, list[dict]]:
     """Two processes, which at last go on with what was begun, until one of them is killed."""
-    return started(2, tmp_path_factory.mktemp("two"), 128 + signal.SIGKILL, "cpu", f"run={begun}")
+    return started(2, tmp_path_factory.mktemp("two"), "cpu", begun)
+
+
+@pytest.fixture(scope="module")
+def two(killed) -> list[dict]:
+    return killed[-1]
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory) -> list[dict]:
-    """Three processes; those of JAX know of each other by jax.distributed, which the script has set up."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        more = [f"jax=127.0.0.1:{free.getsockname()[1]}"] if suite.BACKEND == "jax" else []
-    return started(3, tmp_path_factory.mktemp("three"), 0, "cpu", *more)
+    status, said, told = started(3, tmp_path_factory.mktemp("three"), "cpu")
+    assert status == 0, said
+    return told
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -85,8 +101,11 @@ def test_a_twin_that_loses_a_part_is_rejected(count, expected, request):
         assert not {*seen["twin"]["prints"]} & {*whole["prints"]}
 
 
-def test_a_killed_process_is_named_by_the_others(two):
-    assert two[0]["failed"] == "rank 1 is gone: it was killed, or its host was lost"
+def test_a_killed_process_is_named(killed):
+    """By the other one, or by the launcher where mpiexec ends all."""
+    status, said, _ = killed
+    assert status == 128 + signal.SIGKILL
+    assert "rank 1 is gone: it was killed, or its host was lost\n" in said
 
 
 def test_a_run_goes_on_with_two_processes_and_then_with_one(two, begun, expected):
@@ -99,6 +118,6 @@ def test_a_run_goes_on_with_two_processes_and_then_with_one(two, begun, expected
 @pytest.mark.skipif(suite.BACKEND != "torch" or ss.num_gpus() == 0, reason="needs a CUDA GPU, and PyTorch")
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_processes_on_one_gpu(count, tmp_path):
-    for seen in started(count, tmp_path, 0, "cuda"):
+    for seen in started(count, tmp_path, "cuda")[-1]:
         for name in job.MODELS:
             assert seen[f"{name} on 2"] == job.outcome(job.fit(name, ["cuda"])) | {"devices": ["cuda:0"] * 2 * count}

@@ -1,237 +1,75 @@
-"""exchange: every way to sum gives a sum, in place, without aliases; the ones along the tree give the tree's bits."""
+"""exchange: the sum over devices and over processes is the tree's, to the bit, and moves no more than a ring does."""
 
 from __future__ import annotations
 
-import math
 import re
+import threading
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import process_job
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from samestep import backends
-from samestep.devices import cpu, gpu
-from samestep.errors import DevicesDiffer, Invalid, WrongType
-from samestep.processes.exchange import WAYS, allreduce, exchange, replicate, split_batch
-from samestep.shards import Fold, cut
+from samestep.devices import cpu
+from samestep.errors import Invalid
+from samestep.processes import exchange
+from samestep.processes.exchange import Across
+from samestep.processes.world import World
+from samestep.shards import Fold, cut, parts
 
 BACKEND = backends.load("torch")
-SHAPES = [(1,), (3,), (7,), (23,), (4, 5), (2, 3, 2), (), (0,)]
+DEADLINE = process_job.DEADLINE
 
 
-def floats(k: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """k arrays over eight orders of magnitude, so that the order of additions shows in the bits."""
-    generator = torch.Generator().manual_seed(k)
-    exponent = torch.randint(-4, 5, (k, *shape), generator=generator)
-    return list((torch.randn((k, *shape), generator=generator) * 10.0**exponent).unbind())
+def bits(vector: torch.Tensor) -> bytes:
+    return bytes(vector.numpy().tobytes())
 
 
-def bits(array: torch.Tensor) -> bytes:
-    return bytes(array.detach().contiguous().numpy().tobytes())
+def floats(count: int, size: int, seed: int = 0) -> list[torch.Tensor]:
+    """Vectors over eight orders of magnitude, so that the order of additions shows in the bits."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-4, 5, (count, size), generator=generator)
+    return list((torch.randn((count, size), generator=generator) * 10.0**exponents).unbind())
 
 
-def left_to_right(values: list[torch.Tensor]) -> torch.Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def along_the_tree(values: list[torch.Tensor]) -> torch.Tensor:
-    if len(values) == 1:
-        return values[0]
+def along_the_tree(vectors: list[torch.Tensor]) -> torch.Tensor:
     power = 1
-    while 2 * power < len(values):
+    while 2 * power < len(vectors):
         power *= 2
-    return along_the_tree(values[:power]) + along_the_tree(values[power:])
+    return vectors[0] if len(vectors) == 1 else along_the_tree(vectors[:power]) + along_the_tree(vectors[power:])
 
 
-# allreduce
-
-
-def test_the_ways() -> None:
-    assert WAYS == ("tree", "gather", "ring", "sharded")
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_one_and_two_is_three_on_both(how: str) -> None:
-    arrays = [torch.ones((1, 2)), torch.full((1, 2), 2.0)]
-    result = allreduce(arrays, how)
-    assert [array.tolist() for array in result] == [[[3.0, 3.0]], [[3.0, 3.0]]]
-
-
-@pytest.mark.parametrize("k", range(1, 10))
-@pytest.mark.parametrize("how", WAYS)
-def test_integers_are_summed_exactly(how: str, k: int) -> None:
-    for shape in SHAPES:
-        size = math.prod(shape)
-        arrays = [torch.arange(size).reshape(shape) * 10**9 + 10**d for d in range(k)]
-        expected = [k * 10**9 * i + sum(10**d for d in range(k)) for i in range(size)]
-        for array in allreduce(arrays, how):
-            assert array.shape == shape
-            assert array.flatten().tolist() == expected
-
-
-@pytest.mark.parametrize("k", range(1, 10))
-def test_tree_and_sharded_add_along_the_tree(k: int) -> None:
-    for shape in SHAPES:
-        expected = bits(along_the_tree(floats(k, shape)))
-        assert [bits(array) for array in allreduce(floats(k, shape), "tree")] == [expected] * k
-        assert [bits(array) for array in allreduce(floats(k, shape), "sharded")] == [expected] * k
-
-
-@pytest.mark.parametrize("k", range(1, 10))
-def test_gather_adds_from_left_to_right(k: int) -> None:
-    for shape in SHAPES:
-        expected = bits(left_to_right(floats(k, shape)))
-        assert [bits(array) for array in allreduce(floats(k, shape), "gather")] == [expected] * k
-
-
-@pytest.mark.parametrize("k", range(1, 10))
-def test_ring_adds_each_slice_from_the_device_of_its_number_onward(k: int) -> None:
-    for shape in SHAPES:
-        flats = [array.flatten() for array in floats(k, shape)]
-        slices = [
-            left_to_right([flats[(first + hop) % k][lo:hi] for hop in range(k)])
-            for first, (lo, hi) in enumerate(cut(len(flats[0]), k))
-        ]
-        assert [bits(array) for array in allreduce(floats(k, shape), "ring")] == [bits(torch.cat(slices))] * k
-
-
-@pytest.mark.parametrize("k", range(1, 10))
-@pytest.mark.parametrize("how", WAYS)
-def test_every_way_is_the_sum_to_rounding(how: str, k: int) -> None:
-    values = torch.stack(floats(k, (23,))).double()
-    bound = (k - 1) * torch.finfo(torch.float32).eps * values.abs().sum(0)  # k - 1 additions, each rounded once
-    for array in allreduce(floats(k, (23,)), how):
-        assert ((array.double() - values.sum(0)).abs() <= bound).all()
-
-
-def test_ring_is_not_the_sum_along_the_tree() -> None:
-    def arrays() -> list[torch.Tensor]:
-        return [torch.full((3,), value) for value in (1e8, 1.0, -1e8)]
-
-    assert allreduce(arrays(), "tree")[0].tolist() == [0.0, 0.0, 0.0]  # (1e8 + 1) - 1e8
-    assert allreduce(arrays(), "ring")[0].tolist() == [0.0, 0.0, 1.0]  # the last slice: (-1e8 + 1e8) + 1
-    assert allreduce(arrays(), "sharded")[0].tolist() == [0.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-@pytest.mark.parametrize("how", WAYS)
-def test_arrays_are_changed_in_place_and_stay_apart(how: str, k: int) -> None:
-    arrays = [torch.full((2, 3), float(d + 1)) for d in range(k)]
-    before, total = [array.data_ptr() for array in arrays], float(sum(range(1, k + 1)))
-    result = allreduce(arrays, how)
-    assert all(new is old for new, old in zip(result, arrays, strict=True))
-    assert [array.data_ptr() for array in arrays] == before
-    for changed, array in enumerate(arrays):
-        assert [set(other.flatten().tolist()) for other in arrays] == [{-1.0}] * changed + [{total}] * (k - changed)
-        array.fill_(-1.0)
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_views_that_are_not_contiguous_are_changed_in_place(how: str) -> None:
-    bases = [torch.arange(6.0).reshape(2, 3) * (d + 1) for d in range(3)]
-    allreduce([base.T for base in bases], how)
-    assert [base.tolist() for base in bases] == [[[0.0, 6.0, 12.0], [18.0, 24.0, 30.0]]] * 3
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_arrays_that_require_gradients_can_be_summed(how: str) -> None:
-    arrays = [torch.ones(4, requires_grad=True) for _ in range(3)]
-    assert [array.tolist() for array in allreduce(arrays, how)] == [[3.0] * 4] * 3
-    assert all(array.is_leaf and array.requires_grad for array in arrays)
-
-
-def test_the_tree_is_the_default() -> None:
-    assert bits(allreduce(floats(7, (23,)))[0]) == bits(along_the_tree(floats(7, (23,))))
-    assert bits(along_the_tree(floats(7, (23,)))) != bits(left_to_right(floats(7, (23,))))
-
-
-@pytest.mark.parametrize(
-    ("arrays", "how", "kind", "message"),
-    [
-        ([torch.ones(1)], "sum", Invalid, "allreduce: how must be one of tree, gather, ring, sharded, got how='sum'"),
-        ([], "tree", WrongType, "allreduce: expected a list of arrays, one per device, got []"),
-        (3, "tree", WrongType, "allreduce: expected a list of arrays, one per device, got 3"),
-        (
-            torch.tensor([1.0]),
-            "tree",
-            WrongType,
-            "allreduce: expected a list of arrays, one per device, got tensor([1.])",
-        ),
-        (
-            [torch.ones(3), torch.ones(1, 3), torch.ones(3)],
-            "tree",
-            Invalid,
-            "allreduce: arrays must have one shape, got (1, 3) and (3,)",
-        ),
-        (
-            ["a", "b"],
-            "tree",
-            WrongType,
-            f"expected an array of {', '.join(backends.FRAMEWORKS)} or NumPy, got builtins.str",
-        ),
-    ],
-)
-def test_what_cannot_be_summed_is_refused(arrays: Any, how: str, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as error:
-        allreduce(arrays, how)
-    assert type(error.value) is kind
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("arrays", [[1.0, 2.0], [[1.0], [2.0]], [np.ones(2), np.ones(2)]], ids=repr)
-def test_what_is_of_no_framework_is_refused(arrays: Any) -> None:
-    """They are on no device and cannot be changed in place by a framework."""
-    with pytest.raises(WrongType):
-        allreduce(arrays)
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_different_types_are_refused_before_anything_is_written(how: str) -> None:
-    """Writing 1 + 1.5 into an array of whole numbers would leave 2 on one device and 2.5 on the other."""
-    arrays = [torch.tensor([1]), torch.tensor([1.5])]
-    with pytest.raises(WrongType):
-        allreduce(arrays, how)
-    assert [array.tolist() for array in arrays] == [[1], [1.5]]
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_different_shapes_leave_the_arrays_as_they_were(how: str) -> None:
-    arrays = [torch.ones(2), torch.ones(3)]
-    with pytest.raises(Invalid):
-        allreduce(arrays, how)
-    assert [array.tolist() for array in arrays] == [[1.0, 1.0], [1.0, 1.0, 1.0]]
-
-
-# exchange
+# Between the devices of a process
 
 
 def exchanged(vectors: list[torch.Tensor], devices: int) -> list[torch.Tensor]:
     """What a step does: every device folds the shards it holds, then the parts are exchanged."""
-    n, parts = len(vectors), []
+    n, held = len(vectors), []
     for lo, hi in cut(n, devices):
         fold: Fold[torch.Tensor] = Fold(n, lambda left, right: left + right)
         for shard in range(lo, hi):
             fold.add((shard, shard + 1), vectors[shard])
-        parts.append(fold.parts)
-    return exchange(BACKEND, parts, n, [cpu()] * devices, len(vectors[0]))
+        held.append(fold.parts)
+    return exchange.exchange(BACKEND, held, n, [cpu()] * devices, len(vectors[0]))
 
 
 @pytest.mark.parametrize("size", [1, 3, 11, 1000])
 @pytest.mark.parametrize("shards", [7, 8])
 def test_exchange_gives_the_same_bits_on_any_number_of_devices(shards: int, size: int) -> None:
-    vectors = floats(shards, (size,))
+    vectors = floats(shards, size)
     expected = bits(along_the_tree(vectors))
     for devices in range(1, 9):  # also one device more than there are shards
         assert [bits(total) for total in exchanged(vectors, devices)] == [expected] * devices
-    assert [bits(vector) for vector in vectors] == [bits(vector) for vector in floats(shards, (size,))]
+    assert [bits(vector) for vector in vectors] == [bits(vector) for vector in floats(shards, size)]
 
 
 def test_exchange_gives_the_same_bits_in_the_threads_of_a_session() -> None:
-    vectors = floats(8, (1000,))
+    vectors = floats(8, 1000)
     with BACKEND.session([cpu()], deterministic=True, threads=1):
         results = [bits(total) for devices in range(1, 9) for total in exchanged(vectors, devices)]
     assert set(results) == {bits(along_the_tree(vectors))}
@@ -244,77 +82,216 @@ def test_exchange_leaves_every_device_a_vector_of_its_own() -> None:
 
 
 def test_exchange_notices_a_lost_part() -> None:
-    parts: list[dict[tuple[int, int], Any]] = [{(0, 1): torch.ones(2)}, {}]
+    held: list[dict[tuple[int, int], Any]] = [{(0, 1): torch.ones(2)}, {}]
     message = "the sum over 2 shards is not complete: it has parts [(0, 1)]"
     with pytest.raises(Invalid, match=f"^{re.escape(message)}$"):
-        exchange(BACKEND, parts, 2, [cpu(), cpu()], 2)
+        exchange.exchange(BACKEND, held, 2, [cpu(), cpu()], 2)
 
 
-# split_batch
+# Between processes, with threads in their place
 
 
-@pytest.mark.parametrize(("n", "k", "sizes"), [(10, 4, [3, 3, 2, 2]), (8, 2, [4, 4]), (2, 3, [1, 1, 0]), (5, 1, [5])])
-def test_split_batch_cuts_evenly_and_keeps_examples_and_labels_together(n: int, k: int, sizes: list[int]) -> None:
-    x, y = torch.arange(n * 6).reshape(n, 2, 3), torch.arange(n) * 10
-    xs, ys = split_batch(x, y, ["cpu"] * k)
-    assert [len(piece) for piece in xs] == [len(piece) for piece in ys] == sizes
-    assert torch.cat(xs).tolist() == x.tolist()
-    assert torch.cat(ys).tolist() == y.tolist()
-    assert all(piece.shape[1:] == (2, 3) for piece in xs)
+class Mail:
+    """Messages between threads that stand for processes."""
+
+    def __init__(self) -> None:
+        self.messages: dict[
+            Any, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # as it was sent, and the memory it was sent from
+        self.arrived = threading.Condition()
 
 
-def test_split_batch_takes_devices_and_numpy() -> None:
-    xs, ys = split_batch(np.arange(6.0).reshape(3, 2), np.arange(3), [cpu(), cpu()])
-    assert [piece.tolist() for piece in xs] == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]]]
-    assert [piece.tolist() for piece in ys] == [[0, 1], [2]]
+class Thread(World):
+    """A world as demanding as a real one may be: what is being sent must not change before it has arrived, and what is to be
+    received is worth nothing before it was waited for."""
+
+    def __init__(self, rank: int, size: int, mail: Mail, lose: bool = False) -> None:
+        super().__init__(rank, size, DEADLINE)
+        self.mail, self.lose, self.sent, self.swaps = mail, lose, 0, 0
+
+    def swap(self, sends: Any, receives: Any) -> Any:
+        for i, (to, vector) in enumerate(sends):
+            assert len(vector) > 0
+            self.sent += len(vector)
+            content = vector.clone()
+            if self.lose and self.swaps == 0 and i == 0:
+                content = vector = torch.zeros_like(vector)
+            with self.mail.arrived:
+                self.mail.messages[self.rank, to, self.swaps, sum(q == to for q, _ in sends[:i])] = content, vector
+                self.mail.arrived.notify_all()
+        keys = [(q, self.rank, self.swaps, sum(p == q for p, _ in receives[:i])) for i, (q, _) in enumerate(receives)]
+        self.swaps += 1
+        return [], list(zip(keys, (memory for _, memory in receives), strict=True))
+
+    def expect(self, receives: Any) -> Any:
+        return receives
+
+    def wait(self, works: Any) -> None:
+        for key, memory in works:
+            with self.mail.arrived:
+                assert self.mail.arrived.wait_for(lambda key=key: key in self.mail.messages, DEADLINE), key
+                content, now = self.mail.messages.pop(key)
+                assert bits(content) == bits(now), "it was changed on its way"
+                memory.copy_(content)
+
+    def empty(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.full((size,), torch.nan, dtype=like.dtype)
+
+    def bring(self, vector: torch.Tensor) -> torch.Tensor:
+        return vector
+
+    def send(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    receive = fail = send
 
 
-def test_split_batch_refuses_unequal_lengths() -> None:
-    with pytest.raises(Invalid) as error:
-        split_batch(torch.ones(4, 2), torch.ones(3), ["cpu"])
-    assert str(error.value) == "split_batch: x and y must be of one length, got 4 examples and 3 labels"
+def summed(
+    vectors: list[torch.Tensor],
+    shares: list[tuple[int, int]],
+    across: type[Across] = Across,
+    lose: bool = False,
+    bands: int = 1,
+) -> tuple[list[torch.Tensor | BaseException], list[Thread]]:
+    """What every process has in the end, each with its share of the shards; and their worlds."""
+    n, count, mail = len(vectors), len(shares), Mail()
+    held = [parts(lo, hi, n) for lo, hi in shares]
+    worlds = [Thread(rank, count, mail, lose=lose and rank == 0) for rank in range(count)]
+    results: list[Any] = [None] * count
+
+    def work(rank: int) -> None:
+        try:
+            made = across(worlds[rank], BACKEND, cpu(), vectors[0], len(vectors[0]))
+            for lo, hi in cut(len(vectors[0]), max(1, min(bands, len(vectors[0])))):
+                mine = {(shard, shard + 1): vectors[shard][lo:hi].clone() for shard in range(*shares[rank])}
+                results[rank] = made.sum(mine, held, n, lo, hi)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+        assert not thread.is_alive()
+    return results, worlds
 
 
-def test_split_batch_refuses_no_devices() -> None:
-    with pytest.raises(Invalid) as error:
-        split_batch(torch.ones(4, 2), torch.ones(4), [])
-    assert str(error.value) == "devices is an empty list: name at least one, or write 'auto'"
+def check_across(vectors: list[torch.Tensor], shares: list[tuple[int, int]], **broken: Any) -> list[Thread]:
+    expected = bits(along_the_tree(vectors))
+    results, worlds = summed(vectors, shares, **broken)
+    for result in results:
+        assert isinstance(result, torch.Tensor), result
+        assert bits(result) == expected
+    return worlds
 
 
-def test_split_batch_refuses_examples_and_labels_on_different_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = torch.ones(4, 2), torch.ones(4)
-    monkeypatch.setattr("samestep.devices.device_of", lambda array: gpu(1) if array is y else cpu())
-    with pytest.raises(DevicesDiffer, match=r"\(x on cpu, y on cuda:1\)"):
-        split_batch(x, y, ["cpu"])
+@settings(max_examples=150, deadline=None)
+@given(
+    shards=st.integers(1, 11), hosts=st.lists(st.integers(1, 3), min_size=2, max_size=5), size=st.integers(0, 70),
+    chunk=st.sampled_from([1, 3, 1 << 19]), seed=st.integers(0, 99),
+    bands=st.integers(1, 3),
+)  # fmt: skip
+def test_across_adds_along_the_tree(
+    shards: int, hosts: list[int], size: int, chunk: int, seed: int, bands: int
+) -> None:
+    """Any number of processes with any number of devices; also more than there are shards, or numbers to add."""
+    cuts = cut(shards, sum(hosts))
+    edges = [sum(hosts[:i]) for i in range(len(hosts) + 1)]
+    shares = [(cuts[lo][0], cuts[hi - 1][1]) for lo, hi in pairwise(edges)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "CHUNK", chunk)
+        worlds = check_across(floats(shards, size, seed), shares, bands=bands)
+    assert len({world.swaps for world in worlds}) == 1
+    assert not worlds[0].mail.messages  # nothing was sent that nobody wanted
 
 
-# replicate
+@pytest.mark.parametrize("chunk", [3, 1 << 19])
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("size", [1, 5, 64, 75])
+def test_across_sends_what_a_ring_sends(size: int, count: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2(k - 1)/k of the vector, up to the rounding of slices; over all processes, exactly that."""
+    monkeypatch.setattr(exchange, "CHUNK", chunk)
+    sent = [world.sent for world in check_across(floats(8, size), cut(8, count))]
+    assert sum(sent) == 2 * (count - 1) * size
+    chunks = -(-size // (chunk * count))
+    assert all(abs(numbers * count - 2 * (count - 1) * size) <= chunks * count * count for numbers in sent)
+    if size % count == 0:
+        assert sent == [2 * (count - 1) * size // count] * count
 
 
-def test_a_replica_is_equal_apart_and_ready_for_gradients() -> None:
-    generator = torch.Generator().manual_seed(0)
-    parameters = [torch.randn(2, 3, generator=generator, requires_grad=True), torch.randn(4, generator=generator)]
-    before = [bits(parameter) for parameter in parameters]
-    first, second = replicate(parameters, "cpu"), replicate(parameters, cpu())
-    for copies in (first, second):
-        assert [bits(copy) for copy in copies] == before
-        assert all(copy.requires_grad and copy.is_leaf for copy in copies)
-        assert [copy.grad.tolist() for copy in copies] == [[[0.0] * 3] * 2, [0.0] * 4]
-    storages = {array.data_ptr() for copies in (parameters, first, second) for array in copies}
-    storages |= {copy.grad.data_ptr() for copy in first + second}
-    assert len(storages) == 2 + 4 + 4
-
-    (first[0].sum() + first[1].sum()).backward()
-    with torch.no_grad():
-        first[0].zero_()
-    assert first[1].grad.tolist() == [1.0] * 4
-    assert [bits(copy) for copy in second] == before
-    assert second[1].grad.tolist() == [0.0] * 4
-    assert [bits(parameter) for parameter in parameters] == before
-    assert [parameter.requires_grad for parameter in parameters] == [True, False]
-    assert [parameter.grad for parameter in parameters] == [None, None]
+def test_across_sends_a_third_more_where_three_share_eight_shards() -> None:
+    """Two processes hold two parts each, one holds one: 5/3 of what a ring's first half sends, and its second half."""
+    sent = [world.sent for world in check_across(floats(8, 30), cut(8, 3))]
+    assert sent == [2 * 20 + 20, 2 * 20 + 20, 20 + 20]
 
 
-def test_replicate_refuses_a_device_that_is_not_there() -> None:
-    with pytest.raises(Invalid, match=r"^device cuda:99 is not there: torch sees cpu"):
-        replicate([torch.ones(2)], "cuda:99")
+class InOrderOfRanks(Across):
+    sum = process_job.in_order_of_ranks
+
+
+def test_across_notices_broken_twins() -> None:
+    vectors = floats(8, 30)
+    check_across(vectors, cut(8, 3))
+    with pytest.raises(AssertionError):
+        check_across(vectors, cut(8, 3), across=InOrderOfRanks)
+    with pytest.raises(AssertionError):
+        check_across(vectors, cut(8, 3), lose=True)
+
+
+def test_across_notices_a_part_that_is_missing() -> None:
+    """Where a process says that it holds less than it should, the sum is refused."""
+
+    class Forgetful(Across):
+        def sum(self, parts: Any, held: Any, n: int, lo: int, hi: int) -> Any:
+            kept = {span: parts[span] for span in [(0, 1), (1, 2), (3, 4), (6, 7), (7, 8)] if span in parts}
+            return super().sum(kept, [spans[:1] for spans in held], n, lo, hi)
+
+    results, _ = summed(floats(8, 30), cut(8, 3), Forgetful)
+    message = "the sum over 8 shards is not complete: it has parts [(0, 2), (3, 4), (6, 8)]"
+    assert [str(result) for result in results] == [message] * 3
+
+
+# Vectors in host memory, which NumPy holds and the framework adds
+
+
+class Host:
+    """A framework with arrays that must not be written to, whose sums have no numbers too small to be normal."""
+
+    def put(self, array: Any, device: Any) -> Any:
+        new = np.array(array)
+        new.flags.writeable = False
+        return new
+
+    copy = put
+
+    def get(self, array: Any) -> Any:
+        return array
+
+    def add(self, left: Any, right: Any) -> Any:
+        total = left + right
+        return self.put(np.where(np.abs(total) < np.finfo(np.float32).tiny, np.float32(0), total), None)
+
+
+class InHostMemory(Thread):
+    def empty(self, size: int, like: Any) -> Any:
+        return np.full(size, np.nan, np.float32)
+
+
+def test_the_framework_adds_into_memory_that_is_numpys() -> None:
+    host: Any = Host()
+    left, right = np.array([1, 1e-38, 3], np.float32), np.array([2, -9e-39, 4], np.float32)
+    arithmetic = Across(InHostMemory(0, 2, Mail()), host, cpu(), left, 3)._arithmetic
+    memory = left.copy()
+    assert arithmetic.add(memory, right) is memory
+    assert memory.tolist() == host.add(left, right).tolist() == [3, 0, 7]
+    assert memory.tolist() != (left + right).tolist()  # a twin that adds with NumPy would be seen
+
+
+def test_what_is_put_on_a_device_is_a_copy_of_memory_that_the_next_step_fills() -> None:
+    host: Any = Host()
+    across = Across(InHostMemory(0, 2, Mail()), host, cpu(), None, 3)
+    across.total[:] = [0, 1, 2]
+    placed = across.put(across.total, cpu())
+    across.total[:] = 7
+    assert placed.tolist() == [0, 1, 2]

@@ -223,8 +223,12 @@ def test_a_script_without_a_fit(verify: Verify) -> None:
 @pytest.mark.parametrize("text", [TWICE, AGAIN], ids=["another fit", "the same fit again"])
 def test_a_script_that_fits_twice(text: str, verify: Verify) -> None:
     done = verify(script(text=text), "--epochs", 1)
-    message = "samestep: ../script.py fits more than once, and a run folder holds one run: leave one fit in it\n"
-    assert done == Done(2, "", message)
+    assert (done.status, done.out) == (2, "")
+    first, why = done.err.splitlines()
+    one = "a run folder holds one run, so leave one fit in it"
+    assert first == f"samestep: ../script.py failed with status 2 after its fit had ended ({one}):"
+    assert why.startswith("samestep: ")
+    assert " holds a " in why
     assert left() == []
 
 
@@ -312,6 +316,7 @@ def test_command() -> None:
 
 SHOWS = """
 import json, os, sys
+if 0: import torch  # a script of PyTorch
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SAMESTEP_OVERRIDES")
 print(json.dumps({name: os.environ.get(name) for name in names}))
 """

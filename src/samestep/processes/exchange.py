@@ -1,30 +1,28 @@
-"""The ways to sum over devices.
+"""The sum over all shards: `exchange` between the devices of a process, `Across` between processes.
 
-`exchange` is the one that a training step uses: devices hand on their parts, and every slice of the vector is summed along
-the tree by the device that owns it, so that no device is a bottleneck and no bytes move that a ring would not move.
-`across` does the same between processes. `allreduce` sums one array per device, in the chapter's way and in three others, to
-teach with and to compare.
+Both work alike. Devices (or processes) hand on their parts, and every slice of the vector is summed along the tree by the one
+that owns it. So none of them is a bottleneck, and no more bytes move than in a ring.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from samestep.backends.arrays import same_device
-from samestep.devices import Device, resolve
-from samestep.errors import Invalid, WrongType
+import numpy as np
+
+from samestep.devices import Device
 from samestep.shards import Fold, Span, cut
 
 if TYPE_CHECKING:
-    from samestep.backends import Array, Backend, Vector
-    from samestep.processes.world import World
+    from samestep.backends.base import Backend, Vector
+    from samestep.processes.world import Works, World
 
 CHUNK = 1 << 20  # numbers of a slice that are sent at once: while some are added, others travel
 AHEAD = 4  # chunks on their way at once
-WAYS = ("tree", "gather", "ring", "sharded")
 
 
 def exchange(
@@ -53,218 +51,136 @@ def exchange(
     return backend.map([partial(gather, device) for device in devices])
 
 
-def across(
-    world: World,
-    backend: Backend,
-    parts: dict[Span, Vector],
-    held: Sequence[Sequence[Span]],
-    n: int,
-    memory: Vector,
-    rooms: dict[int, Vector] | None = None,
-) -> Vector:
-    """From the parts that this process holds, and those that the others hold, the sum over all n shards.
+@dataclass(frozen=True)
+class OnHost:
+    """The framework's arithmetic on NumPy's vectors: NumPy's own may differ in numbers too small to be normal."""
 
-    held[q] says which parts process q holds. Process q sums slice q along the tree; then every process gathers the slices.
-    The sum replaces the first part, in its memory; that of a process without parts goes to `memory`. What arrives is
-    received in `rooms`, memory that a caller keeps for the next time: the system gives out no memory without clearing it.
-    """
-    mine = list(parts.values())
-    total, rooms = mine[0] if mine else memory, {} if rooms is None else rooms
-    others = [(world.rank + i) % world.size for i in range(1, world.size)]  # so that not all begin with the same one
-    spans = [(q, span) for q in others for span in held[q]]
-    gathered: deque[Any] = deque()  # sums of others
-    ends: list[Any] = []  # need not be waited for earlier: a sum that comes back tells that the parts have arrived
+    backend: Backend
+    device: Device
 
-    def begin(i: int) -> tuple[list[Span], dict[Span, Vector], Any, Any]:
-        """Hand out the parts of a chunk: to each process those of its slice; and expect its sum in return."""
-        a, b = chunks[i]
-        slices = [(a + lo, a + hi) for lo, hi in cut(b - a, world.size)]
-        own = slices[world.rank][1] - slices[world.rank][0]
-        room = rooms.get(i % AHEAD)
-        if room is None or len(room) < own * len(spans):
-            room = rooms[i % AHEAD] = world.empty(own * len(spans), memory)
-        incoming = [(q, span, room[j * own : (j + 1) * own]) for j, (q, span) in enumerate(spans) if own]
-        outgoing = [(q, part[slice(*slices[q])]) for q in others for part in mine if slices[q][0] < slices[q][1]]
-        leaving, arriving = world.swap(outgoing, [(q, part) for q, _, part in incoming])
-        ends.append(leaving)
-        # The sums will lie where the parts that now leave still are: nobody has a sum before it has all the parts.
-        sums = world.expect([(q, total[slice(*slices[q])]) for q in others if slices[q][0] < slices[q][1]])
-        return slices, {span: part for _, span, part in incoming}, arriving, sums
+    def add(self, left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        backend, device = self.backend, self.device
+        total = backend.get(backend.add(backend.put(left, device), backend.put(right, device)))
+        return left if total is left else self.assign(left, total)
 
-    def finish(slices: list[Span], incoming: dict[Span, Vector], arriving: Any, sums: Any) -> Any:
-        """Sum our slice of a chunk, and hand it to all; theirs are to be waited for."""
-        world.wait(arriving)
-        lo, hi = slices[world.rank]
-        own = total[lo:hi]
+    def assign(self, array: np.ndarray[Any, Any], value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        array[...] = value
+        return array
 
-        def plus(left: Vector, right: Vector) -> Vector:
-            # a + b = b + a to the bit, so the sum can grow where it will be needed
-            return backend.add(right, left) if right is own else backend.add(left, right)
+    def put(self, vector: np.ndarray[Any, Any], device: Device) -> Vector:
+        return self.backend.copy(vector, device)  # JAX would go on using this memory, which the next step fills anew
 
-        if lo < hi:
-            fold: Fold[Vector] = Fold(n, plus)
-            for i, (span, part) in enumerate(parts.items()):
-                fold.add(span, part[lo:hi] if i else own)
-            for span, part in incoming.items():
-                fold.add(span, part)
-            if fold.total() is not own:
-                backend.assign(own, fold.total())
-        leaving, theirs = world.swap([(q, own) for q in others if lo < hi], sums)
-        ends.append(leaving)
-        return theirs
 
-    chunks = [(a, min(a + CHUNK * world.size, len(total))) for a in range(0, len(total), CHUNK * world.size)]
-    begun = deque(begin(i) for i in range(min(AHEAD, len(chunks))))
-    for i in range(len(chunks)):
-        gathered.append(finish(*begun.popleft()))
-        if len(gathered) > AHEAD:  # not in the end: more and more would lie in the memory of those who share it with us
-            world.wait(gathered.popleft())
-        if i + AHEAD < len(chunks):
-            begun.append(begin(i + AHEAD))
-    for works in [*gathered, *ends]:
-        world.wait(works)
-    return total
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the vector on its way. Process q sums slices[q] of it."""
+
+    slices: list[Span]
+    parts: dict[Span, Vector]  # of our slice, from the others, once they have arrived
+    arriving: Works
+    sums: Any  # of the other slices, expected from the others
 
 
 class Across:
-    """The sum over the shards of all processes."""
+    """The sum over all processes. It is made once for a group, and keeps its memory from step to step."""
 
     def __init__(self, world: World, backend: Backend, device: Device, parameters: Vector, size: int) -> None:
-        import numpy as np
-
-        from samestep.processes.sockets import OnHost
-
-        self.world, self.rooms = world, dict[int, Any]()
-        self.memory = world.empty(size, parameters)
-        self.arithmetic: Any = OnHost(backend, device) if isinstance(self.memory, np.ndarray) else backend
-        self.backend = backend
-
-    def sum(self, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, lo: int, hi: int) -> Vector:
-        local: Fold[Vector] = Fold(n, self.arithmetic.add)
-        for span, vector in parts.items():
-            local.add(span, self.world.bring(vector))
-        mine = dict(sorted(local.parts.items()))
-        total = across(self.world, self.arithmetic, mine, held, n, self.memory[lo:hi], self.rooms)
-        if (lo, hi) != (0, len(self.memory)):
-            self.arithmetic.assign(self.memory[lo:hi], total)
-        return total
+        self.world, self.total = world, world.empty(size, parameters)
+        on_host = isinstance(self.total, np.ndarray)
+        self._arithmetic: Any = OnHost(backend, device) if on_host else backend
+        self._received: dict[int, Vector] = {}  # memory for parts: the system gives out none without clearing it
+        # Each process begins with another one, so that not all send to the same.
+        self._others = [(world.rank + i) % world.size for i in range(1, world.size)]
 
     def put(self, vector: Vector, device: Device) -> Vector:
-        place = self.arithmetic.put if self.arithmetic is self.backend else self.arithmetic.place
-        return place(vector, device)
+        """What `sum` returned, on a device."""
+        return self._arithmetic.put(vector, device)
+
+    def sum(self, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, lo: int, hi: int) -> Vector:
+        """From the parts that this process holds of numbers [lo, hi), and those of the others, their sum over n shards.
+
+        held[q] says which parts process q holds, once it has added what it can. The vector that is returned has all numbers
+        of the group's vector; those that were not yet summed in this step are not to be used.
+        """
+        mine: Fold[Vector] = Fold(n, self._arithmetic.add)
+        for span, vector in parts.items():
+            mine.add(span, self.world.bring(vector))
+        own = dict(sorted(mine.parts.items()))
+        # The sum replaces the first part, in its memory.
+        total = next(iter(own.values())) if own else self.total[lo:hi]
+        self._exchange(own, held, n, total)
+        if hi - lo == len(self.total):
+            return total
+        if own:
+            self._arithmetic.assign(self.total[lo:hi], total)
+        return self.total
+
+    def _exchange(self, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, total: Vector) -> None:
+        """Chunk after chunk, with AHEAD of them on their way."""
+        size = CHUNK * self.world.size
+        chunks = [(lo, min(lo + size, len(total))) for lo in range(0, len(total), size)]
+        begun: deque[Chunk] = deque()
+        sums: deque[Works] = deque()  # on their way to us
+        leaving: Works = []  # waited for in the end: a sum that comes back shows that the parts for it have arrived
+        for i in range(len(chunks) + AHEAD):
+            if i >= AHEAD and begun:
+                sums.append(self._finish(begun.popleft(), parts, n, total, leaving))
+            if i < len(chunks):
+                begun.append(self._begin(i, chunks[i], parts, held, total, leaving))
+            if len(sums) > AHEAD:
+                self.world.wait(sums.popleft())
+        for works in [*sums, leaving]:
+            self.world.wait(works)
+
+    def _begin(
+        self,
+        i: int,
+        chunk: Span,
+        parts: dict[Span, Vector],
+        held: Sequence[Sequence[Span]],
+        total: Vector,
+        leaving: Works,
+    ) -> Chunk:
+        """Send each process the parts of its slice, receive those of ours, and expect the sums of the other slices."""
+        world, others = self.world, self._others
+        slices = [(chunk[0] + lo, chunk[0] + hi) for lo, hi in cut(chunk[1] - chunk[0], world.size)]
+        own = slices[world.rank][1] - slices[world.rank][0]
+        spans = [(q, span) for q in others for span in held[q] if own]
+        memory = self._memory(i % AHEAD, own * len(spans))
+        incoming = [(q, span, memory[j * own : (j + 1) * own]) for j, (q, span) in enumerate(spans)]
+        outgoing = [(q, part[slice(*slices[q])]) for q in others for part in parts.values() if _filled(slices[q])]
+        sent, arriving = world.swap(outgoing, [(q, part) for q, _, part in incoming])
+        leaving += sent
+        # The sums will lie where the parts that now leave still are: nobody has a sum before it has all the parts.
+        sums = world.expect([(q, total[slice(*slices[q])]) for q in others if _filled(slices[q])])
+        return Chunk(slices, {span: part for _, span, part in incoming}, arriving, sums)
+
+    def _finish(self, chunk: Chunk, parts: dict[Span, Vector], n: int, total: Vector, leaving: Works) -> Works:
+        """Sum our slice along the tree and send the sum to all; returns their sums, to be waited for."""
+        self.world.wait(chunk.arriving)
+        span = chunk.slices[self.world.rank]
+        own = total[slice(*span)]
+        if _filled(span):
+            fold: Fold[Vector] = Fold(n, partial(self._add, own))
+            for i, (shards, part) in enumerate(parts.items()):
+                fold.add(shards, part[slice(*span)] if i else own)
+            for shards, part in chunk.parts.items():
+                fold.add(shards, part)
+            if fold.total() is not own:
+                self._arithmetic.assign(own, fold.total())
+        sent, sums = self.world.swap([(q, own) for q in self._others if _filled(span)], chunk.sums)
+        leaving += sent
+        return sums
+
+    def _add(self, own: Vector, left: Vector, right: Vector) -> Vector:
+        # a + b = b + a to the bit, so the sum can grow where it will be needed
+        return self._arithmetic.add(right, left) if right is own else self._arithmetic.add(left, right)
+
+    def _memory(self, i: int, size: int) -> Vector:
+        if i not in self._received or len(self._received[i]) < size:
+            self._received[i] = self.world.empty(size, self.total)
+        return self._received[i]
 
 
-def allreduce(arrays: list[Array], how: str = "tree") -> list[Array]:
-    """Sum a list of arrays, one per device, and leave the sum on every device.
-
-    tree     along the tree of samestep, on the first device, then copied to the others
-    gather   the first device adds the others' arrays in turn, then copies the sum to them (the chapter's; what a
-             parameter server does)
-    ring     k − 1 rounds of passing partial sums to the next device and k − 1 of passing sums: every device sends
-             2(k − 1)/k of an array. Each slice is added in another order, so this is not the sum along the tree
-    sharded  device i sums slice i along the tree, then the slices are gathered: a ring's bytes, the tree's order
-
-    Arrays are changed in place where the framework has mutable arrays; the arrays that hold the sum are returned.
-
-    >>> import torch
-    >>> allreduce([torch.tensor([1.0]), torch.tensor([2.0])])
-    [tensor([3.]), tensor([3.])]
-    """
-    from samestep import backends
-
-    if how not in WAYS:
-        raise Invalid(f"allreduce: how must be one of {', '.join(WAYS)}, got how={how!r}")
-    if not isinstance(arrays, (list, tuple)) or not arrays:
-        raise WrongType(f"allreduce: expected a list of arrays, one per device, got {arrays!r}")
-    owners = [backends.of_array(array) for array in arrays]
-    if len({backend.name for backend in owners}) > 1:
-        raise WrongType(f"allreduce: arrays of several frameworks: {', '.join(b.name for b in owners)}")
-    if not all(owner.owns(array) for owner, array in zip(owners, arrays, strict=True)):
-        raise WrongType(
-            f"allreduce: expected arrays of {owners[0].name}, got {type(arrays[0]).__name__}: put(x, device) them"
-        )
-    types = {str(array.dtype) for array in arrays}
-    if len(types) > 1:
-        raise WrongType(f"allreduce: arrays must be of one type, got {' and '.join(sorted(types))}")
-    shapes = {tuple(array.shape) for array in arrays}
-    if len(shapes) > 1:
-        raise Invalid(f"allreduce: arrays must have one shape, got {' and '.join(map(str, sorted(shapes)))}")
-    backend = owners[0]
-    devices = [backend.device_of(array) for array in arrays]
-    flats = [backend.reshape(array, (-1,)) for array in arrays]
-    sums = {"tree": _tree, "gather": _gather, "ring": _ring, "sharded": _sharded}[how](backend, flats, devices)
-    shape = arrays[0].shape
-    return [backend.assign(array, backend.reshape(total, shape)) for array, total in zip(arrays, sums, strict=True)]
-
-
-def _tree(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
-    fold: Fold[Vector] = Fold(len(vectors), lambda left, right: left + right)
-    for i, vector in enumerate(vectors):
-        fold.add((i, i + 1), backend.put(vector, devices[0]))
-    return [backend.put(fold.total(), device) for device in devices]
-
-
-def _gather(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + backend.put(vector, devices[0])
-    return [backend.put(total, device) for device in devices]
-
-
-def _sharded(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
-    k, size = len(vectors), len(vectors[0])
-    return exchange(backend, [{(i, i + 1): vector} for i, vector in enumerate(vectors)], k, devices, size)
-
-
-def _ring(backend: Backend, vectors: list[Vector], devices: list[Device]) -> list[Vector]:
-    k, slices = len(vectors), cut(len(vectors[0]), len(vectors))
-    held = [[vector[lo:hi] for lo, hi in slices] for vector in vectors]
-    for hop in range(k - 1):  # reduce: after it, device d holds the sum of slice d + 1
-        sent = [held[d][(d - hop) % k] for d in range(k)]
-        for d in range(k):
-            to = (d + 1) % k
-            slot = (d - hop) % k
-            held[to][slot] = held[to][slot] + backend.put(sent[d], devices[to])
-    for hop in range(k - 1):  # gather: the sums go once round
-        sent = [held[d][(d + 1 - hop) % k] for d in range(k)]
-        for d in range(k):
-            to = (d + 1) % k
-            held[to][(d + 1 - hop) % k] = backend.put(sent[d], devices[to])
-    return [backend.concat(row) for row in held]
-
-
-def split_batch(x: Array, y: Array, devices: Any) -> tuple[list[Array], list[Array]]:
-    """Cut a batch over devices: two lists, one piece of x and of y per device, sizes differing by at most one.
-
-    Devices are named as for a Trainer: a list, a count, or "auto".
-
-    >>> import torch
-    >>> xs, ys = split_batch(torch.arange(10).reshape(5, 2), torch.arange(5), ["cpu", "cpu"])
-    >>> [len(piece) for piece in xs], ys[1]
-    ([3, 2], tensor([3, 4]))
-    """
-    from samestep import backends
-
-    if len(x) != len(y):
-        raise Invalid(f"split_batch: x and y must be of one length, got {len(x)} examples and {len(y)} labels")
-    same_device(x=x, y=y)
-    backend = backends.of_array(x)
-    places = resolve(devices, shards=1 << 62, backend=backend)  # a piece may be empty
-    spans = list(zip(cut(len(x), len(places)), places, strict=True))
-    return ([backend.put(x[lo:hi], place) for (lo, hi), place in spans],
-            [backend.put(y[lo:hi], place) for (lo, hi), place in spans])  # fmt: skip
-
-
-def replicate(parameters: Sequence[Array], device: Device | str) -> list[Array]:
-    """A copy of a list of parameters on a device, with gradients of zero attached (the chapter's `get_params`).
-
-    The copy shares storage with nothing, also where the parameters are already on that device.
-
-    >>> import torch
-    >>> [weight] = replicate([torch.ones(2)], "cpu")
-    >>> weight, weight.grad
-    (tensor([1., 1.], requires_grad=True), tensor([0., 0.]))
-    """
-    from samestep import backends
-
-    return [backends.of_array(p).copy(p, Device.of(device), gradient=True) for p in parameters]
+def _filled(span: Span) -> bool:
+    return span[0] < span[1]

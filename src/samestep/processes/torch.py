@@ -1,7 +1,7 @@
 """Several processes with torch.distributed: gloo through host memory, or NCCL from GPU to GPU.
 
 Only sends and receives are used, so that it is known which process owes an answer, and so that nothing is ever added by
-the library. Vectors that gloo would carry go through memory where processes share it (memory.py).
+the library.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
-from samestep.processes.memory import Arrival, Bytes, Memory
-from samestep.processes.place import TRANSPORT, Place, number
-from samestep.processes.world import Alone, World
+from samestep.processes import mpi
+from samestep.processes.place import Place, number
+from samestep.processes.world import BYTES, TRANSPORT, Alone, Works, World, first_line
 
 CAUSE = "cause"  # in the store: why the run ends
 PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all
@@ -35,28 +33,24 @@ ALIVE = 1.0  # seconds within which a process that has closed its connections sa
 FAREWELL = 5.0  # seconds that a failing process which holds the store stays at most, so that the others can read why
 NOBODY = -1
 NEVER = 2**31 - 1  # a tag under which nothing is ever sent
-Works = list[tuple[int, Any]]
 
 c10d: Any = dist  # stores are there, but not exported by name
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What will arrive with a swap, under its tag."""
-
-    tag: int
-    arriving: Works
-
 
 _joined: TorchWorld | None = None
 _stores: dict[str, tuple[Any, int]] = {}  # by where they are met: a process comes there once
 
 
-def join(place: Place, timeout: float, devices: Sequence[Device]) -> World:
-    """The world of this process: joined once, and used by every fit that follows."""
+def join(place: Place, timeout: float, devices: Sequence[Device], get: mpi.Get) -> World:
+    """The world of this process: joined once, and used by every fit that follows.
+
+    One that mpiexec has started is MPI's, unless there is a place to meet or the script has a process group of its own.
+    """
     global _joined
-    if place.size == 1 and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    own_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if not own_group and place.size == 1:
         return Alone()
+    if not own_group and not place.meet:
+        return mpi.join(get, place, timeout)
     if _joined is None or _joined.broken:
         _joined = TorchWorld(place, timeout)
     try:
@@ -67,19 +61,19 @@ def join(place: Place, timeout: float, devices: Sequence[Device]) -> World:
     return _joined
 
 
-class TorchWorld:
+class TorchWorld(World):
+    """A World whose processes torch.distributed connects; its vectors are PyTorch's."""
+
     def __init__(self, place: Place, timeout: float) -> None:
-        self.timeout, self.broken = timeout, False
-        self._tags = {"host": 0, "vector": 0}
-        limit = timedelta(seconds=timeout)
         self._made = not dist.is_initialized()  # else by the user's script, whose group it stays
+        rank, size = (place.rank, place.size) if self._made else (dist.get_rank(), dist.get_world_size())
+        super().__init__(rank, size, timeout)
+        self.broken, limit = False, timedelta(seconds=timeout)
         if self._made:
-            self.rank, self.size = place.rank, place.size
             if place.meet not in _stores:
                 _stores[place.meet] = _meet(place, limit)
             store, self._holder = _stores[place.meet]
         else:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
             store, self._holder = c10d.distributed_c10d._get_default_store(), 0 if self.rank == 0 else NOBODY
         self._store, missing = _gather(store, self.rank, self.size, timeout)
         if missing:
@@ -92,28 +86,23 @@ class TorchWorld:
                 dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
             self._host: Any = dist.group.WORLD if self._made else dist.new_group(backend="gloo", timeout=limit)
         self._vector, self._through = self._host, torch.device("cpu")
-        self._memory = Memory(0, 1, lambda content: [content], wanted=False)  # shared with nobody yet
 
     def prepare(self, devices: Sequence[Device], timeout: float) -> None:
         """Choose how vectors travel: from GPU to GPU where every process has GPUs of its own, else through the host."""
         self.timeout = timeout
         wanted = os.environ.get(TRANSPORT, "")
-        if wanted not in ("", "gloo", "nccl", "shared"):
-            raise Invalid(f"{TRANSPORT} must be gloo, nccl or shared, got {wanted!r}")
-        mine = os.uname().nodename + "".join(f" {_serial(d)}" for d in dict.fromkeys(devices) if d.kind == "cuda")
-        hosts = [text.decode().split() for text in self.collect(mine.encode())]
-        serials = [serial for _, *found in hosts for serial in found]
-        own = all(len(found) > 1 for found in hosts) and len(serials) == len(set(serials))
+        if wanted not in ("", "gloo", "nccl"):
+            raise Invalid(f"{TRANSPORT} must be gloo or nccl, got {wanted!r}")
+        mine = " ".join(_serial(d) for d in dict.fromkeys(devices) if d.kind == "cuda")
+        gpus = [text.decode().split() for text in self.collect(mine.encode())]
+        serials = [serial for found in gpus for serial in found]
+        own = all(gpus) and len(serials) == len(set(serials))
         if wanted == "nccl" or (own and not wanted and dist.is_nccl_available()):
             self._through = torch.device(str(devices[0]))
             torch.cuda.set_device(self._through)
             self._vector = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
         else:
             self._vector, self._through = self._host, torch.device("cpu")
-            self._memory.close()
-            self._memory = Memory(self.rank, self.size, self.collect, wanted != "gloo")
-            if wanted == "shared":
-                self._memory.check(self.size)
 
     # Vectors
 
@@ -123,47 +112,24 @@ class TorchWorld:
                 ops = [dist.P2POp(dist.isend, v, group=self._vector, group_peer=q) for q, v in sends]
                 ops += [dist.P2POp(dist.irecv, v, group=self._vector, group_peer=q) for q, v in receives]
                 return [], [(-1, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
-        expected = receives if isinstance(receives, Expected) else self._expect("vector", receives)
-        shared = self._memory.peers
-        self._memory.hand(expected.tag, [(q, _bytes(vector)) for q, vector in sends if q in shared])
-        return self._send([(q, vector) for q, vector in sends if q not in shared], expected.tag), expected.arriving
+        return super().swap(sends, receives)
 
     def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
         # Gloo sends nothing before the other side has said that it is ready. NCCL must have both at once.
-        return receives if self._through.type == "cuda" else self._expect("vector", receives)
+        return receives if self._through.type == "cuda" else super().expect(receives)
 
-    def _expect(self, kind: str, receives: Sequence[tuple[int, Any]]) -> Expected:
-        # A tag of its own for every swap: two threads swap, one vectors and one the rest, each in the same order everywhere.
-        tag = self._tags[kind] * 2 + (kind == "host")
-        self._tags[kind] += 1
-        arriving: Works = []
-        for rank, memory in receives:
-            with self._named(rank):
-                if kind == "vector" and rank in self._memory.peers:
-                    arriving.append((rank, Arrival(self._memory, rank, tag, _bytes(memory))))
-                else:
-                    arriving.append((rank, self._host.recv([memory], rank, tag)))
-        return Expected(tag, arriving)
+    def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+        with self._named(rank):
+            return self._host.send([torch.from_numpy(memory) if kind == BYTES else memory], rank, tag)
 
-    def _send(self, sends: Sequence[tuple[int, Any]], tag: int) -> Works:
-        leaving: Works = []
-        for rank, vector in sends:
-            with self._named(rank):
-                leaving.append((rank, self._host.send([vector], rank, tag)))
-        return leaving
-
-    def _host_swap(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Works:
-        """A swap of something else than vectors, to be waited for as one."""
-        expected = self._expect("host", receives)
-        return self._send(sends, expected.tag) + expected.arriving
+    def receive(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+        with self._named(rank):
+            return self._host.recv([torch.from_numpy(memory) if kind == BYTES else memory], rank, tag)
 
     def wait(self, works: Works) -> None:
         for rank, work in works:
             with self._named(rank):
-                if isinstance(work, Arrival):
-                    work.result(self.timeout)
-                else:
-                    work.wait(timedelta(seconds=self.timeout)) if rank >= 0 else work.wait()
+                work.wait(timedelta(seconds=self.timeout)) if rank >= 0 else work.wait()
 
     def empty(self, size: int, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(size, dtype=like.dtype, device=self._through)
@@ -171,52 +137,19 @@ class TorchWorld:
     def bring(self, vector: torch.Tensor) -> torch.Tensor:
         return vector.to(self._through)
 
-    # Everything else
-
-    def collect(self, content: bytes) -> list[bytes]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        length = torch.tensor([len(content)])
-        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        self.wait(self._host_swap([(rank, length) for rank in others], list(lengths.items())))
-        memory = {rank: np.empty(int(size), np.uint8) for rank, size in lengths.items()}
-        mine = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
-        self.wait(
-            self._host_swap(
-                [(rank, mine) for rank in others if len(content)],
-                [(rank, torch.from_numpy(array)) for rank, array in memory.items() if len(array)],
-            )
-        )
-        return [content if rank == self.rank else memory[rank].tobytes() for rank in range(self.size)]
-
-    def broadcast(self, content: bytes | None) -> bytes:
-        return self.collect(content or b"" if self.rank == 0 else b"")[0]
-
-    def vote(self, stop: bool) -> tuple[bool, list[torch.Tensor], Works]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        mine, answers = torch.tensor([stop], dtype=torch.uint8), [torch.zeros(1, dtype=torch.uint8) for _ in others]
-        works = self._host_swap([(rank, mine) for rank in others], list(zip(others, answers, strict=True)))
-        return stop, answers, works
-
-    def agreed(self, vote: tuple[bool, list[torch.Tensor], Works]) -> bool:
-        stop, answers, works = vote
-        self.wait(works)
-        return stop or any(bool(answer) for answer in answers)
-
     # Failures
 
     def fail(self, error: BaseException) -> None:
-        text = str(error) if isinstance(error, ProcessFailed) else f"rank {self.rank} failed: {_named(error)}"
-        self._ask(lambda store: store.compare_set(CAUSE, "", text))
+        reason = self.reason(error)
+        self._ask(lambda store: store.compare_set(CAUSE, "", reason))
         self.broken = True
-        self._memory.close()
         # Close the connections: nobody must wait for us any longer, nor a thread of ours for them. Gloo does that when a wait
         # takes too long; to destroy the group closes nothing for as long as anything refers to it.
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for rank in others:  # from one that is closed already, nothing can be waited for
+        for rank in self.others:  # from one that is closed already, nothing can be waited for
             with suppress(RuntimeError):
                 self._host.recv([torch.zeros(1)], rank, NEVER).wait(timedelta(milliseconds=1))
         if self._holder == self.rank:
-            self._ask(lambda store: _without(store, "told", others, FAREWELL), FAREWELL)
+            self._ask(lambda store: _without(store, "told", self.others, FAREWELL), FAREWELL)
         else:
             self._ask(lambda store: store.set(f"told/{self.rank}", ""))
         with suppress(RuntimeError, ValueError), warnings.catch_warnings():
@@ -253,12 +186,9 @@ class TorchWorld:
         late, lost = "imed out" in str(error) or "imeout" in str(error), -1 if rank is None else rank
         patience = PATIENCE + self.timeout / 10  # they have not all begun to wait at one moment
         cause = self._ask(partial(self._trace, lost, late, patience), patience + 1)
-        if cause is None and self._holder not in (
-            self.rank,
-            NOBODY,
-        ):  # whoever was waited for may only have noticed earlier
-            return self._lost(self._holder, late=self._store is None)
-        return cause or self._lost(lost, late)
+        if cause is None and self._holder not in (self.rank, NOBODY):
+            return self.lost(self._holder, late=self._store is None)  # the one waited for may only have noticed earlier
+        return cause or self.lost(lost, late)
 
     def _trace(self, rank: int, late: bool, patience: float, store: Any) -> str:
         """Why the run ends: what a failing process has said, or who is lost at the end of the chain of those who wait.
@@ -270,7 +200,7 @@ class TorchWorld:
             store.set(f"lost/{self.rank}", f"{rank} {late:d}")
             asked, began = {self.rank}, time.monotonic()
             if rank < 0:  # not told by the library
-                silent = _without(store, "lost", [q for q in range(self.size) if q != self.rank], ALIVE)
+                silent = _without(store, "lost", self.others, ALIVE)
                 rank = silent[0] if len(silent) == 1 else -1
             culprit = rank, late
             while rank >= 0 and rank not in asked:
@@ -280,14 +210,8 @@ class TorchWorld:
                     break
                 other, again = store.get(f"lost/{rank}").split()
                 rank, late = int(other), bool(int(again))
-            store.compare_set(CAUSE, "", self._lost(*culprit))
+            store.compare_set(CAUSE, "", self.lost(*culprit))
         return str(store.get(CAUSE), "utf-8")
-
-    def _lost(self, rank: int, late: bool) -> str:
-        who = "a process" if rank < 0 else f"rank {rank}"
-        if late:
-            return f"{who} has not answered for {self.timeout:g} s: it hangs, or its host cannot be reached"
-        return f"{who} is gone: it was killed, or its host was lost"
 
 
 def _meet(place: Place, limit: timedelta) -> tuple[Any, int]:
@@ -307,7 +231,7 @@ def _meet(place: Place, limit: timedelta) -> tuple[Any, int]:
         store = c10d.TCPStore(host, port, place.size, holds, limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError, OSError) as error:
         if holds:
-            raise ProcessFailed(f"rank 0 cannot listen at {host}:{port}: {_first_line(error)}") from error
+            raise ProcessFailed(f"rank 0 cannot listen at {host}:{port}: {first_line(error)}") from error
         raise ProcessFailed(
             f"rank {place.rank} cannot reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
         ) from error
@@ -362,18 +286,5 @@ def _without(store: Any, name: str, ranks: Sequence[int], seconds: float) -> lis
     return missing
 
 
-def _bytes(vector: torch.Tensor) -> Bytes:
-    """The memory of a vector."""
-    return vector.view(torch.uint8).numpy()
-
-
 def _serial(device: Device) -> str:
     return str(torch.cuda.get_device_properties(device.index).uuid)
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}" if str(error) else type(error).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,62 +1,168 @@
-"""The processes of a run, and how numbers get from one to another."""
+"""What an engine must do: move numbers between the processes of a run. It adds nothing; samestep does that.
+
+An engine sends memory to a process, receives memory from one, and waits. What follows from these (everybody's bytes to
+everybody, a vote, the words for a process that is lost) is the same for all engines, and stands here.
+"""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from samestep.errors import ProcessFailed
+
+TRANSPORT = "SAMESTEP_TRANSPORT"  # how PyTorch's vectors travel, to overrule the choice: gloo or nccl
+VECTORS, BYTES = "vectors", "bytes"  # the exchange thread moves vectors; the main thread moves everything else
+TAGS = 1 << 28  # numbers of swaps, before they start anew
+Works = list[tuple[int, Any]]  # a rank, and what is on its way to it or from it
 
 
-class World(Protocol):
+@dataclass(frozen=True)
+class Expected:
+    """What a swap will receive, and the number of that swap."""
+
+    tag: int
+    arriving: Works
+
+
+class World(abc.ABC):
     """The processes of a run, and how numbers get from one to another."""
 
-    rank: int
-    size: int
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.size = rank, size
+        self.timeout = timeout  # seconds after which a process that does not answer is given up
+        self._swaps = {VECTORS: 0, BYTES: 0}
 
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Any, Any]:
-        """Begin to send vectors to processes, and to receive vectors into memory from processes.
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the other processes."""
+        return [rank for rank in range(self.size) if rank != self.rank]
 
-        Returns what leaves and what arrives, each to be waited for.
-        """
+    # What an engine provides
 
-    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
-        """Say already what a later swap will receive, where that helps: what this returns is then given to that swap."""
+    @abc.abstractmethod
+    def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+        """Begin to send memory to a process, under a number."""
 
-    def wait(self, works: Any) -> None:
-        """Wait for what a swap began; ProcessFailed names the process that does not answer."""
+    @abc.abstractmethod
+    def receive(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+        """Begin to receive what a process sends under that number."""
 
+    @abc.abstractmethod
+    def wait(self, works: Works) -> None:
+        """Wait for what has begun; ProcessFailed names the process that does not answer."""
+
+    @abc.abstractmethod
     def empty(self, size: int, like: Any) -> Any:
         """Memory for so many numbers, where `swap` can reach it."""
 
+    @abc.abstractmethod
     def bring(self, vector: Any) -> Any:
         """A vector, brought to where `swap` can reach it."""
 
-    def collect(self, content: bytes) -> list[bytes]:
-        """What each process has, on every process. This waits."""
-
-    def broadcast(self, content: bytes | None) -> bytes:
-        """What process 0 has, on every process. This waits."""
-
-    def vote(self, stop: bool) -> Any:
-        """Begin to ask whether anybody wants to stop; `agreed` waits for the answer, which is the same for all."""
-
-    def agreed(self, vote: Any) -> bool: ...
+    @abc.abstractmethod
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process ends."""
 
-
-class Alone:
-    """A world of one process, where nothing has to be moved."""
-
-    rank, size = 0, 1
-
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Any, Any]:
-        assert not [*sends, *receives], "there is nobody else"
-        return None, None
+    # Vectors
 
     def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
-        return receives
+        """Begin to receive for a later swap, which is given what this returns."""
+        return self._expect(VECTORS, receives)
 
-    def wait(self, works: Any) -> None:
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
+        """Begin to send vectors to processes, and to receive vectors from processes into memory.
+
+        Returns what leaves and what arrives, each to be waited for.
+        """
+        return self._swap(VECTORS, sends, receives)
+
+    def _expect(self, kind: str, receives: Sequence[tuple[int, Any]]) -> Expected:
+        # Every swap has a number of its own, the same in all processes: receives begin in another order than sends.
+        tag = self._swaps[kind] % TAGS * 2 + (kind == BYTES)
+        self._swaps[kind] += 1
+        return Expected(tag, [(rank, self.receive(kind, rank, memory, tag)) for rank, memory in receives])
+
+    def _swap(self, kind: str, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
+        expected = receives if isinstance(receives, Expected) else self._expect(kind, receives)
+        return [(rank, self.send(kind, rank, memory, expected.tag)) for rank, memory in sends], expected.arriving
+
+    # Everything else
+
+    def collect(self, content: bytes) -> list[bytes]:
+        """What each process has, on every process. This waits."""
+        length, lengths = np.array([len(content)]), {rank: np.zeros(1, np.int64) for rank in self.others}
+        self._swap_bytes([(rank, length) for rank in lengths], lengths.items())
+        mine = np.frombuffer(bytearray(content), np.uint8)
+        memory = {rank: np.empty(int(size[0]), np.uint8) for rank, size in lengths.items()}
+        wanted = [(rank, array) for rank, array in memory.items() if len(array)]
+        self._swap_bytes([(rank, mine) for rank in memory if content], wanted)
+        return [content if rank == self.rank else memory[rank].tobytes() for rank in range(self.size)]
+
+    def _swap_bytes(self, sends: Any, receives: Any) -> None:
+        leaving, arriving = self._swap(BYTES, list(sends), list(receives))
+        self.wait(leaving + arriving)
+
+    def broadcast(self, content: bytes | None) -> bytes:
+        """What process 0 has, on every process. This waits."""
+        return self.collect(content or b"" if self.rank == 0 else b"")[0]
+
+    def vote(self, stop: bool) -> tuple[list[np.ndarray[Any, Any]], Works]:
+        """Begin to ask whether anybody wants to stop; `agreed` waits for the answer, which is the same for all."""
+        votes = [np.array([stop and rank == self.rank], np.uint8) for rank in range(self.size)]
+        sends = [(rank, votes[self.rank]) for rank in self.others]
+        leaving, arriving = self._swap(BYTES, sends, [(rank, votes[rank]) for rank in self.others])
+        return votes, leaving + arriving
+
+    def agreed(self, vote: tuple[list[np.ndarray[Any, Any]], Works]) -> bool:
+        """Whether anybody wants to stop. This waits."""
+        votes, works = vote
+        self.wait(works)
+        return any(bool(one[0]) for one in votes)
+
+    # Failures
+
+    def reason(self, error: BaseException) -> str:
+        """Why this process ends, in one line for the others: an error of its own, or what it heard from another."""
+        return str(error) if isinstance(error, ProcessFailed) else f"rank {self.rank} failed: {named(error)}"
+
+    def lost(self, rank: int, late: bool) -> str:
+        """That a process is gone, or late; -1: it is not known which one."""
+        who = "a process" if rank < 0 else f"rank {rank}"
+        if late:
+            return f"{who} has not answered for {self.timeout:g} s: it hangs, or its host cannot be reached"
+        return gone(who)
+
+
+def gone(who: str) -> str:
+    return f"{who} is gone: it was killed, or its host was lost"
+
+
+def named(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+class Alone(World):
+    """A world of one process, where nothing has to be moved."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, 0.0)
+
+    def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+        raise AssertionError("there is nobody else")
+
+    receive = send
+
+    def wait(self, works: Works) -> None:
         pass
 
     def empty(self, size: int, like: Any) -> Any:
@@ -64,18 +170,6 @@ class Alone:
 
     def bring(self, vector: Any) -> Any:
         return vector
-
-    def collect(self, content: bytes) -> list[bytes]:
-        return [content]
-
-    def broadcast(self, content: bytes | None) -> bytes:
-        return content or b""
-
-    def vote(self, stop: bool) -> bool:
-        return stop
-
-    def agreed(self, vote: bool) -> bool:
-        return vote
 
     def fail(self, error: BaseException) -> None:
         pass

@@ -11,11 +11,10 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from samestep.checks import whole
 from samestep.errors import Invalid
-from samestep.processes.place import MEET, OVERRIDES, _wait
+from samestep.processes.launch import engine_for, of
+from samestep.processes.place import OVERRIDES
 from samestep.runs.events import events
 from samestep.runs.run import Run
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 POLL = 0.001  # seconds between two looks at a log
 TAIL = 1 << 20  # bytes; the last line about steps is in the last so many of a log
 LINES = 20  # of what a failed run printed are shown
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", MEET, OVERRIDES)
 
 
 @dataclass(frozen=True)
@@ -77,60 +76,39 @@ class Job:
         rest = [*([str(self.script)] if self.script else []), *(["--", *self.arguments] if self.arguments else [])]
         return [sys.executable, "-m", "samestep", "train", "--quiet", *given, *rest]
 
+    def engine(self, way: Way) -> str:
+        return engine_for(self.script, self.backend) if way.processes > 1 else "torch"
+
 
 class Start:
-    """The processes of a run, started in one way; they are all ended when the `with` is left.
-
-    They are not started by `samestep train --processes`, so that each can be killed alone.
-    """
+    """The processes of a run, started in one way; they are all ended when the `with` is left."""
 
     def __init__(self, job: Job, way: Way, folder: Path, every: int | None = None) -> None:
         self.folder, self.survivors = folder, 0
         self.output = folder.with_name(folder.name + ".txt")  # what they print
-        self.children: list[subprocess.Popen[bytes]] = []
-        self._meet = tempfile.TemporaryDirectory(prefix="samestep-")
-        env = {name: value for name, value in os.environ.items() if name not in PLACE} | {"PYTHONUNBUFFERED": "1"}
-        size, meet = str(way.processes), f"file://{self._meet.name}/meet"
-        try:
-            with open(self.output, "wb") as output:
-                for rank in map(str, range(way.processes)):
-                    if way.processes > 1:
-                        env |= {MEET: meet, "RANK": rank, "WORLD_SIZE": size}
-                        env |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-                        env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-                    # A group of its own: what a script starts (workers that read data) dies with it.
-                    self.children.append(subprocess.Popen(
-                        job.command(way, folder, every), env=env, stdin=subprocess.DEVNULL, stdout=output,
-                        stderr=subprocess.STDOUT, start_new_session=True,
-                    ))  # fmt: skip
-        except BaseException:
-            self.__exit__()
-            raise
+        env = {name: value for name, value in os.environ.items() if name != OVERRIDES} | {"PYTHONUNBUFFERED": "1"}
+        with open(self.output, "wb") as output:
+            self.processes = of(job.engine(way))(job.command(way, folder, every), way.processes, env, output.fileno())
+            try:
+                self.processes.start()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __enter__(self) -> Start:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-        self._meet.cleanup()
-
-    def end(self, ranks: Iterable[int] | None = None) -> None:
-        """SIGKILL to processes (all of them, if none is named) and to whatever they started."""
-        for rank in range(len(self.children)) if ranks is None else ranks:
-            if self.children[rank].poll() is None:
-                with suppress(ProcessLookupError, PermissionError):  # it has just ended
-                    os.killpg(self.children[rank].pid, signal.SIGKILL)
-        for child in self.children if ranks is None else []:
-            child.wait()
+        self.processes.__exit__()
 
     def wait(self) -> int:
         """Wait for all processes; the exit status."""
-        return _wait(self.children)
+        return self.processes.wait()
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds; False if a process has ended before it does."""
         while not condition():
-            if any(child.poll() is not None for child in self.children):
+            if any(state is not None for state in self.processes.poll()):
                 return False
             time.sleep(POLL)
         return True
@@ -140,12 +118,12 @@ class Start:
 
         `survivors` are those that did not end by themselves, and were killed in the end.
         """
-        self.end(ranks)
+        self.processes.kill(ranks)
         self.wait()
-        self.survivors = sum(child.poll() is None for child in self.children)
-        hit = any(self.children[rank].poll() == -signal.SIGKILL for rank in ranks)
-        self.end()
-        return hit
+        states = self.processes.poll()
+        self.survivors = states.count(None)
+        self.processes.kill()
+        return any(states[rank] == -signal.SIGKILL for rank in ranks)
 
     def steps(self) -> int:
         """How many steps the log tells of."""
@@ -320,8 +298,11 @@ class Runs:
             status = start.wait()
         log = folder / "events.jsonl"
         ends = [event for event in events(log.read_bytes()) if event["event"] == "end"] if log.exists() else []
-        if len(ends) > 1 or (ends and status and f"{folder} holds" in start.said()):
-            raise Invalid(f"{self.job} fits more than once, and a run folder holds one run: leave one fit in it")
+        one = "a run folder holds one run, so leave one fit in it"
+        if len(ends) > 1:
+            raise Invalid(f"{self.job} fits more than once: {one}")
+        if status and ends:
+            raise Invalid(f"{self.job} failed with status {status} after its fit had ended ({one}):\n{start.said()}")
         if status:
             raise Invalid(f"{self.job} failed on {way} with status {status}:\n{start.said()}")
         if not ends:

@@ -25,7 +25,8 @@ from samestep import __version__, backends
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
-from samestep.processes.place import MEET, launch
+from samestep.processes.launch import engine_for, launch
+from samestep.processes.place import MEET
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console(highlight=False, soft_wrap=True)
@@ -89,7 +90,8 @@ def train(
         "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
     }  # fmt: skip
     if processes is not None and whole("", "--processes", processes, 1) > 1 and MEET not in os.environ:
-        raise typer.Exit(launch([sys.executable, "-m", "samestep", *sys.argv[1:]], processes))
+        command = [sys.executable, "-m", "samestep", *sys.argv[1:]]
+        raise typer.Exit(launch(command, processes, engine_for(script, backend)))
     given = {name: value for name, value in settings.items() if value is not None}
     if script is not None:
         for option, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):

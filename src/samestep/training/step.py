@@ -88,16 +88,14 @@ class StepAcross(Step):
 
     def _send(self) -> Vector:
         """Exchange every band with the other processes once it is ready; the sum over all shards of all processes."""
-        across, held = self.group.across, self.group.plan(self.n).held
+        across, held, total = self.group.across, self.group.plan(self.n).held, None
         for band, (lo, hi) in enumerate(self.bands):
             self._ready[band].wait()
             if self._failed:
                 break
             parts = {span: part for sums in self.sums for span, part in sums.folds[band].parts.items()}
             total = across.sum(parts, held, self.n, lo, hi)
-            if len(self.bands) == 1:
-                return total
-        return across.memory
+        return total
 
     def _all_ready(self) -> None:
         for event in self._ready:

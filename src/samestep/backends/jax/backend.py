@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +26,9 @@ from samestep.backends.probing import check_examples, check_output, check_weight
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid
-from samestep.processes.meeting import Meeting
 from samestep.processes.place import Place
-from samestep.processes.sockets import join
 from samestep.processes.world import World
 
-MEETING = "samestep/meeting"  # in the store of jax.distributed: where the processes of a run meet
 ASKED = re.compile(r"allocat\w+ ([\d.]+ ?\w+)")
 
 
@@ -139,10 +135,6 @@ class JaxBackend(Backend):
                 self._run = None
                 self._made.clear()
 
-    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        place, meeting = distributed(place)
-        return join(self.get, place, timeout, meeting)
-
     # Models
 
     def describe(self, model: Any) -> str:
@@ -176,6 +168,10 @@ class JaxBackend(Backend):
     def updater(self, optimizer: Any, replica: JaxReplica, clip: float) -> JaxUpdater:
         return JaxUpdater(optimizer, replica, clip)
 
+    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
+        no_other_processes()
+        return super().world(place, timeout, devices)
+
     # Losses
 
     def cross_entropy(self, output: Any, y: Any) -> Any:
@@ -200,25 +196,14 @@ class JaxBackend(Backend):
         return None
 
 
-def distributed(place: Place) -> tuple[Place, Meeting | None]:
-    """The place of this process, and where it meets the others: by jax.distributed, if the script has initialized that."""
-    state = global_state
-    if state.client is None or state.num_processes == 1:
-        return place, None
-    host, client = state.coordinator_address.rpartition(":")[0], state.client  # the coordinator is in process 0
-
-    def look() -> tuple[str, int, str] | None:
-        try:
-            port, secret = json.loads(client.key_value_try_get(MEETING))
-        except jax.errors.JaxRuntimeError:  # it is not there yet
-            return None
-        return host, port, secret
-
-    def publish(port: int, secret: str) -> None:
-        client.key_value_set(MEETING, json.dumps([port, secret]), allow_overwrite=True)
-
-    place = Place(state.process_id, state.num_processes, place.local_rank, place.local_size)
-    return place, Meeting(host, 0, publish, look)
+def no_other_processes() -> None:
+    """Refuse processes that know of each other by jax.distributed: those of samestep find each other by MPI."""
+    count = global_state.num_processes
+    if global_state.client is not None and count > 1:
+        raise Invalid(
+            f"jax.distributed.initialize has joined {count} processes, and samestep joins them by MPI: leave it out, and start "
+            f"the script with `mpiexec -n {count} python ...`"
+        )
 
 
 def checked(array: Any) -> Any:

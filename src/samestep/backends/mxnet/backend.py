@@ -38,9 +38,6 @@ from samestep.backends.probing import check_examples, check_output, check_weight
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
-from samestep.processes.place import Place
-from samestep.processes.sockets import join
-from samestep.processes.world import World
 
 TYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
 # Numbers of contexts of the CPU that are samestep's. A run on cpu:i keeps its vectors on HOMES + i, and computes shards on
@@ -221,9 +218,6 @@ class MxnetBackend(Backend):
             raise WrongType(f"schedule must be an mxnet.lr_scheduler.LRScheduler, got {type(scheduler).__name__}")
         twin = copy.deepcopy(scheduler)
         return [float(twin(t + 1)) for t in range(n)]  # MXNet counts an update before it asks for its rate
-
-    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        return join(self.get, place, timeout)
 
     # Losses: arrays of mxnet.nd, which have at least one dimension
 

@@ -38,9 +38,6 @@ from samestep.backends.paddle.updater import PaddleUpdater
 from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
-from samestep.processes.place import Place
-from samestep.processes.sockets import join
-from samestep.processes.world import World
 
 MORE = "more memory than there is"
 ASKED = re.compile(r"[Cc]annot allocate ([\d.]+ ?\w+)")
@@ -196,9 +193,6 @@ class PaddleBackend(Backend):
             found.append(float(twin()))
             twin.step()
         return found
-
-    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        return join(self.get, place, timeout)
 
     # Losses
 

@@ -28,9 +28,6 @@ from samestep.backends.tensorflow.updater import TensorflowUpdater
 from samestep.backends.workers import cores
 from samestep.devices import Device, cpu, gpu
 from samestep.errors import BackendMissing, Invalid
-from samestep.processes.place import Place
-from samestep.processes.sockets import join
-from samestep.processes.world import World
 
 if keras.backend.backend() != "tensorflow":
     raise BackendMissing(
@@ -153,9 +150,6 @@ class TensorflowBackend(Backend):
             shape = re.search(r"shape(\[.*?\])", str(error))
             return self.out_of_memory("cpu", f"numbers of shape {shape[1]}" if shape else None)
         return None
-
-    def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        return join(self.get, place, timeout)
 
     # Models
 

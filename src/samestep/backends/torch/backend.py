@@ -182,7 +182,7 @@ class TorchBackend(Backend):
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         from samestep.processes.torch import join
 
-        return join(place, timeout, devices)
+        return join(place, timeout, devices, self.get)
 
     # Losses
 

@@ -38,7 +38,7 @@ Task = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model does with one example, found out before training starts."""
+    """What a model makes of one example, found before training starts."""
 
     classes: int | None  # the length of the output if it is one score per class, else None
     dtype: str  # of the weights, as NumPy names it
@@ -51,9 +51,7 @@ class Replica(ABC):
     """
 
     layouts: Sequence[Layout]  # of the weights, and of each vector of the state
-    names: dict[
-        str, str
-    ]  # each name of a tensor, in the user's order → the name that a layout or a constant has for it
+    names: dict[str, str]  # each name of a tensor, in the user's order → its name in a layout or in `constants`
 
     def __init__(self, backend: Backend, loss: Any, device: Device, shards: int) -> None:
         self.backend, self.loss, self.device, self.shards = backend, loss, device, shards
@@ -62,7 +60,7 @@ class Replica(ABC):
 
     @property
     def size(self) -> int:
-        """Of the vector that `gradient` returns."""
+        """The length of the vector that `gradient` returns."""
         return sum(layout.size for layout in self.layouts) + 2 * self.shards
 
     @property
@@ -75,7 +73,7 @@ class Replica(ABC):
         """The vector described above for one shard, with noise drawn from the key."""
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
-        """What there is to do for these shards of a batch; the tasks do not depend on each other."""
+        """The tasks that compute these shards of a batch. They do not depend on each other."""
 
         def compute(shard: int) -> None:
             x, y = batch.shard(shard, self.device)
@@ -93,14 +91,14 @@ class Replica(ABC):
 
     @abstractmethod
     def advance(self, total: Vector, examples: int) -> None:
-        """Take the changes of the state out of the sum over all shards."""
+        """Apply the changes of the state, which are in the sum over all shards."""
 
     @abstractmethod
     def fingerprint(self) -> Vector:
-        """64 bits of all vectors, by integer arithmetic, still on the device: one number, or two of 32."""
+        """64 bits of all vectors, by integer arithmetic, left on the device: one number, or two of 32 bits."""
 
     def release(self) -> None:  # noqa: B027
-        """Let go of what only computing needs; weights and state stay."""
+        """Free what only computing needs; weights and state stay."""
 
     # Its vectors
 
@@ -132,13 +130,13 @@ class Replica(ABC):
     # By name, on the host
 
     def real_vectors(self) -> list[Vector]:
-        """The vectors of real numbers: what an average is taken of."""
+        """The vectors of real numbers. Averages are taken of these."""
         return [vector for vector, layout in zip(self.vectors, self.layouts, strict=True) if layout.real]
 
     def tensors(self, vectors: Sequence[Vector] | None = None) -> Tensors:
-        """All tensors by name; those of real numbers from other vectors than this replica's on request.
+        """All tensors by name. Those of real numbers come from `vectors`, or from this replica's own.
 
-        They may share memory with the replica: copy what is to be kept.
+        They may share memory with the replica: copy what you keep.
         """
         found, reals = self.constants(), iter(self.real_vectors() if vectors is None else vectors)
         for layout, own in zip(self.layouts, self.vectors, strict=True):
@@ -168,7 +166,7 @@ class Replica(ABC):
 
     @abstractmethod
     def model_of(self, tensors: Tensors) -> Any:
-        """The user's model, copied around these tensors."""
+        """A copy of the user's model with these tensors."""
 
 
 class Updater(ABC):
@@ -190,11 +188,11 @@ class Updater(ABC):
 
     @abstractmethod
     def load(self, tensors: Tensors) -> None:
-        """Take a state that `tensors` gave."""
+        """Take a state that `tensors` returned."""
 
 
 class NativeUpdater(Updater):
-    """An optimizer of the framework itself. What it does must follow from its repr, which is in the recipe."""
+    """An optimizer of the framework itself. Its repr is in the recipe, so it must say all that decides the update."""
 
     def __init__(self, replica: Any, clip: float) -> None:
         self.replica = replica
@@ -241,7 +239,7 @@ class Backend(Losses):
     def devices(self) -> list[Device]: ...
 
     def usable(self, device: Device) -> bool:
-        """Whether a device can be used; some that can are not listed."""
+        """Whether a device can be used. This may be so for one that is not listed."""
         return device in self.devices()
 
     def require(self, device: Device) -> None:
@@ -267,7 +265,7 @@ class Backend(Losses):
 
     @abstractmethod
     def get(self, array: Array) -> Numbers:
-        """The array in host memory. This and `fetch` are all that waits for a device."""
+        """The array in host memory. Only this and `fetch` wait for a device."""
 
     def fetch(self, vectors: Sequence[Vector]) -> Numbers:
         """Vectors, one after the other, in host memory."""
@@ -289,7 +287,7 @@ class Backend(Losses):
         """The rows of an array."""
 
     def index(self, order: Numbers, device: Device) -> Array:
-        """The order of examples, of which slices are given to `take`."""
+        """The order of examples as an array; slices of it are given to `take`."""
         return self.put(order, device)
 
     @abstractmethod
@@ -302,34 +300,34 @@ class Backend(Losses):
     def zeros_like(self, vector: Vector) -> Vector: ...
     @abstractmethod
     def clip(self, vector: Vector, limit: float) -> Vector:
-        """The vector scaled down to norm `limit` where it is longer, without waiting for the device."""
+        """The vector, scaled down to norm `limit` if it is longer, without waiting for the device."""
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of vectors and Python's numbers, compiled, with the same bits.
 
-        The function is a value: equal ones are compiled once.
+        Equal functions are compiled once.
         """
         return function
 
     def in_memory(self, vector: Vector) -> Numbers | None:
-        """A vector on the CPU as NumPy, without a copy, to be updated there; None: the framework's operations are to do it."""
+        """A vector on the CPU as NumPy, without a copy, to be updated in place; None: use the framework's operations."""
         return None
 
     # A run
 
     @abstractmethod
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> AbstractContextManager[None]:
-        """Everything the framework must be told for the time of a run; put back as it was afterwards."""
+        """The settings that the framework needs during a run. Afterwards they are as before."""
 
     def map(self, tasks: Sequence[Task]) -> list[Any]:
         """Run tasks that do not depend on each other, side by side where the device needs threads for that."""
         with self.explained():
-            # One alone stays in this thread: to change it takes time, and changes no bit.
+            # A single task stays in this thread: another thread would cost time and change no bit.
             return [tasks[0]()] if len(tasks) == 1 else self.workers.map(tasks)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn the framework's errors that have a known remedy into samestep's, which name it."""
+        """Turn an error of the framework that has a known remedy into samestep's, which names the remedy."""
         try:
             yield
         except Exception as error:
@@ -362,7 +360,7 @@ class Backend(Losses):
 
     @abstractmethod
     def probe(self, model: Any, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
-        """Pass one example through the model (creating lazy weights) and say what came out; `name` is for messages."""
+        """Pass one example through the model (creating lazy weights) and return what came out; `name` is for messages."""
 
     @abstractmethod
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> Replica:
@@ -370,7 +368,7 @@ class Backend(Losses):
 
     @abstractmethod
     def updater(self, optimizer: Any, replica: Any, clip: float) -> Updater:
-        """The framework's own optimizer, or a function that makes one from parameters, at work on a replica."""
+        """An updater for the framework's own optimizer, or for a function that makes one from parameters."""
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         """The rates of the first n updates of a scheduler of the framework, which is left as it was."""

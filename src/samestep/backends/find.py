@@ -1,4 +1,4 @@
-"""How a framework is found: by name, or from a model or an array. It is imported only when something of it turns up."""
+"""How a framework is found: by name, or from a model or an array. It is imported only when it is needed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def default() -> Backend:
 
 
 def frameworks_of(thing: Any) -> set[str]:
-    """The frameworks that an object is of, found from the classes it is made of; for a function, from its module."""
+    """The frameworks that an object belongs to, found from its classes; for a function, from its module."""
     if isinstance(thing, functools.partial):
         return frameworks_of(thing.func)
     kinds = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
@@ -83,7 +83,7 @@ def frameworks_of(thing: Any) -> set[str]:
 
 
 def check_mixed(backend: Backend, model: object, **others: Any) -> None:
-    """Refuse objects of another framework than the model's, by their names."""
+    """Refuse objects of another framework than the model's. The error names them."""
     for name, thing in others.items():
         found = frameworks_of(thing)
         if found and backend.name not in found:
@@ -101,7 +101,7 @@ def _kind(thing: Any) -> str:
 
 
 def of_model(model: object) -> Backend:
-    """The backend of a model, found from the classes it is made of."""
+    """The backend of a model, found from its classes."""
     found = frameworks_of(model)
     for name in FRAMEWORKS:
         if name in found and load(name).owns(model):

@@ -14,11 +14,11 @@ from samestep.shards import Span
 
 Numbers = np.ndarray[Any, Any]
 Tensors = dict[str, Numbers]
-ALIGN = 64  # bytes; a tensor that begins where an allocation of its own would shows kernels nothing unusual
+ALIGN = 64  # bytes; kernels see each tensor aligned as if it had an allocation of its own
 
 
 def aligned(itemsize: int) -> int:
-    """So many numbers take ALIGN bytes."""
+    """How many numbers take ALIGN bytes."""
     return ALIGN // itemsize
 
 
@@ -46,13 +46,13 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Of the vector, padding included."""
+        """The length of the vector, padding included."""
         end = self.spans[-1][1] if self.spans else 0
         return -(-end // self.unit) * self.unit
 
     @cached_property
     def padding(self) -> list[slice]:
-        """Where no tensor lies: zero from beginning to end."""
+        """Where no tensor lies. The numbers there are always zero."""
         return [slice(hi, lo) for (_, hi), (lo, _) in zip(self.spans, [*self.spans[1:], (self.size, 0)], strict=True)]
 
     def cut(self, vector: Any) -> list[Any]:

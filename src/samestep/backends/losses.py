@@ -1,4 +1,4 @@
-"""Losses and hits of a shard, alike in every framework: what a user's loss may return, and what is counted as a hit."""
+"""Losses and hits of a shard, the same in every framework: what a user's loss may return, and what is counted as a hit."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Losses(ABC):
         return loss(output, y)
 
     def count(self, y: Array, like: Array) -> Any:
-        """How many examples there are, to multiply an array with."""
+        """The number of examples, as something to multiply an array with."""
         return len(y)
 
     def sum_of_means(self, value: Array) -> Array:
-        """Over the examples, of the mean over what each of them has."""
+        """The sum over the examples of the mean over the values of each."""
         return value.reshape((len(value), -1)).mean(1).sum() if len(value.shape) > 1 else value.sum()
 
     def has_scores(self, output: Any, y: Array) -> bool:
@@ -71,4 +71,4 @@ class Losses(ABC):
     def count_hits(self, output: Array, y: Array) -> Array: ...
     @abstractmethod
     def zero(self, like: Array) -> Array:
-        """The number 0, where this array is."""
+        """The number 0, on the device of this array."""

@@ -3,10 +3,10 @@
 There are three ways, each slower and more general than the one before, and all draw the same numbers:
 
     FREE     the model draws nothing: nothing to do
-    APART    the model draws where the framework can keep threads apart; how is the framework's affair
+    APART    the framework can keep the draws of threads apart, each in its own way
     ALONE    one shard at a time, with the shared generator set to the shard's key
 
-The first shard is computed alone, to see which one will do. A model that turns out to draw more takes a later way.
+The first shard is computed alone, to see which way will do. A model that turns out to draw more takes a later way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Result = tuple[R] | None  # None: it must be computed again, in a more general w
 
 
 class Access:
-    """Many at a time, or one alone."""
+    """Lets in many threads at a time, or one alone."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -51,7 +51,7 @@ class Access:
 class Noise(ABC):
     """Gives the shards of one replica their random numbers, on the CPU."""
 
-    generator = Access()  # to the framework's generator, by all replicas
+    generator = Access()  # to the framework's one generator, for all replicas
     way: int | None = None
 
     def compute(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> R:
@@ -81,11 +81,11 @@ class Noise(ABC):
 
     @abstractmethod
     def first(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[int, Result[R]]:
-        """The way that will do, found out with the first shard, and what it gave."""
+        """The way that will do, found by computing the first shard, and the result of that shard."""
 
     @abstractmethod
     def position(self) -> Any:
-        """Where the shared generator stands, or whatever `is_at` needs to tell whether anybody has drawn from it."""
+        """The state of the shared generator, or whatever tells `is_at` whether anybody has drawn from it."""
 
     @abstractmethod
     def is_at(self, position: Any) -> bool: ...

@@ -1,4 +1,4 @@
-"""What is said of a model and one example before a run begins, alike in every framework."""
+"""Checks of a model and one example before a run begins, the same in every framework."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def convert(name: str, x: Numbers, dtype: str) -> WrongType:
 
 
 def check_output(backend: Backend, output: Any, y: Numbers, loss: Any, dtype: str) -> Shape:
-    """What one example gave."""
+    """Check the output for one example, and describe it."""
     shape = tuple(output.shape) if backend.is_array(output) else None
     whole, rank = y.dtype.kind in "iu", -1 if shape is None else len(shape)
     if loss is None and not (rank > 1 and whole):

@@ -1,4 +1,4 @@
-"""The threads that compute shards side by side on the CPU. One run at a time goes on in a process."""
+"""The threads that compute shards side by side on the CPU. A process has one run at a time."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Workers:
     def at_work(
         self, devices: Sequence[Device], threads: int, prepare: Callable[[], object] = lambda: None, least: int = 1
     ) -> Iterator[None]:
-        """For the time of a run: on the CPU, threads for as many shards as fit side by side with `threads` each.
+        """During a run on the CPU: threads for as many shards as fit side by side, with `threads` each.
 
-        `prepare` is called in each thread first. Where fewer than `least` threads would do, the caller's computes.
+        Each thread calls `prepare` first. If fewer than `least` threads fit, the caller's thread computes.
         """
         if not self._busy.acquire(blocking=False):
             raise Invalid(
@@ -60,7 +60,7 @@ class Workers:
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run tasks that do not depend on each other, side by side if there are threads."""
-        if self._pool is None:  # on GPUs, launching is all there is to do, and it does not wait
+        if self._pool is None:  # on a GPU, a task only launches work and does not wait
             return [task() for task in tasks]
         futures = [self._pool.submit(task) for task in tasks]
         wait(futures)

@@ -1,4 +1,4 @@
-"""Averages over the path of the weights, which often generalise better than where the path ends."""
+"""Averages over the path of the weights. They often generalise better than the last weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Average:
-    """Which weights of the path count how much; see `swa` and `path_average`."""
+    """Which weights of the path are averaged, and how much each counts; see `swa` and `path_average`."""
 
     kind: str
     start: int = 0
@@ -35,7 +35,7 @@ def swa(start: int, every: int = 1, unit: str = "epochs") -> Average:
 
 
 def path_average() -> Average:
-    """The mean of all weights of the path, each counting as much as its rate: x̄ = Σ ηₜ·xₜ / Σ ηₜ.
+    """The mean of all weights of the path, each weighted by its rate: x̄ = Σ ηₜ·xₜ / Σ ηₜ.
 
     The average for which the convergence of SGD on convex objectives is proved.
 
@@ -50,7 +50,7 @@ class Averager:
 
     def __init__(self, average: Average, replica: Replica, steps_per_epoch: int, max_epochs: int) -> None:
         self.average, self.replica = average, replica
-        self.total = 0.0  # of the weights given so far
+        self.total = 0.0  # how much all that was averaged so far counts
         self.vectors: list[Any] = []
         scale = steps_per_epoch if average.unit == "epochs" else 1
         self._start, self._every = average.start * scale, average.every * scale
@@ -58,12 +58,12 @@ class Averager:
             raise Invalid(f"swa: start={average.start} {average.unit} is after the end of the training")
 
     def before(self, t: int, lr: float) -> None:
-        """Before the update after t updates."""
+        """Called before an update, when t updates have been made."""
         if self.average.kind == "path":
             self._add(lr)
 
     def after(self, t: int) -> None:
-        """After the update that makes it t updates."""
+        """Called after an update, when t updates have been made."""
         if self.average.kind == "swa" and t >= self._start and (t - self._start) % self._every == 0:
             self._add(1.0)
 

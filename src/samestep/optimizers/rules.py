@@ -1,9 +1,9 @@
 """How weights follow from gradient and rate, written once on flat vectors for every framework.
 
-An optimizer is a frozen value. `slots` names the flat vectors it keeps beside the weights (all start at zero); `update`
+An optimizer is a frozen value. `slots` names the flat vectors that it keeps beside the weights (all start at zero). `update`
 returns new weights and new slots from the weights x, the gradient g, the slots, the rate and t, the number of updates already
-made. A Descent says in `change` what is taken from the weights, so that it can be taken in place. Only +, -, *, / and square
-roots, element by element: neither threads nor slices can change a bit.
+made. The `change` of a Descent is what to subtract from the weights, so that this can be done in place. All arithmetic is
++, -, *, / and square roots, element by element, so neither threads nor slices can change a bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = dict[str, Vector]
 
 
 class Optimizer(ABC):
-    """What the Trainer asks of an optimizer. One of your own is a frozen dataclass derived from this."""
+    """What the Trainer needs from an optimizer. To write your own, derive a frozen dataclass from this."""
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -41,13 +41,13 @@ class Optimizer(ABC):
 
 
 class Descent(Optimizer):
-    """An optimizer without noise: the weights less a direction times the rate."""
+    """An optimizer without noise: it subtracts a direction times the rate from the weights."""
 
     @abstractmethod
     def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]: ...
 
     def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
-        """What is taken from the weights."""
+        """What to subtract from the weights."""
         direction, state = self.direction(x, g, state, t)
         return direction * lr, state
 
@@ -113,7 +113,7 @@ class Adam(Descent):
             g = g + x * self.weight_decay
         m = state["mean"] * self.beta1 + g * (1 - self.beta1)
         v = state["square"] * self.beta2 + g * g * (1 - self.beta2)
-        # the zeros that m and v start from are taken out of them again
+        # corrected for the zeros that m and v start from
         direction = (m / (1 - self.beta1 ** (t + 1))) / ((v / (1 - self.beta2 ** (t + 1))) ** 0.5 + self.eps)
         if self.weight_decay and self.decoupled:
             direction = direction + x * self.weight_decay

@@ -1,4 +1,4 @@
-"""One of samestep's optimizers at work on one replica: the update, from the sum over all shards."""
+"""Applies one of samestep's optimizers to one replica: the update, from the sum over all shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from samestep.backends.base import Mean, Replica, Updater, Vector
 from samestep.optimizers.rules import SGD, AdaGrad, Adam, Descent, Optimizer, State
 
-BLOCK = 1 << 16  # numbers: what is computed of them on the way to an update stays in a core's cache
+BLOCK = 1 << 16  # numbers at a time: few enough that intermediate results stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Update:
 
 
 def is_ours(optimizer: Optimizer) -> bool:
-    """Whether it is one of these and not derived from them: others may look at t and the rate, which compiling forbids."""
+    """Whether it is exactly one of these: a derived one may look at t and the rate, which compiling forbids."""
     return type(optimizer) in (SGD, AdaGrad, Adam)
 
 
 def update_in_place(
     optimizer: Descent, x: NDArray[Any], state: State, total: NDArray[Any], examples: int, lr: float, t: int
 ) -> None:
-    """The update in the vectors' own memory, block by block: every number is computed for itself, so no bit changes."""
+    """The update in the vectors' own memory, block by block. Every number is computed alone, so no bit changes."""
     change = np.empty(min(BLOCK, len(x)), x.dtype)
     for lo in range(0, len(x), BLOCK):
         part = slice(lo, min(lo + BLOCK, len(x)))
@@ -58,7 +58,7 @@ class FlatUpdater(Updater):
     """One of samestep's optimizers at work on one replica."""
 
     def __init__(self, optimizer: Optimizer, replica: Replica, clip: float, alone: bool) -> None:
-        """`alone`: no other replica of this process is given the same sum, so it may be overwritten."""
+        """`alone`: no other replica of this process gets the same sum, so it may be overwritten."""
         backend = replica.backend
         self.optimizer, self.replica, self.backend = optimizer, replica, backend
         self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}

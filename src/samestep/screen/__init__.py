@@ -1,1 +1,1 @@
-"""What a person sees: the command line, progress, plots."""
+"""What a person sees: the command line and plots."""

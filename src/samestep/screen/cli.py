@@ -1,6 +1,6 @@
 """The command `samestep`: train, verify, diff, export, schedule, devices, data.
 
-Bad input is one line on standard error and exit status 2.
+Bad input gives one line on standard error and exit status 2.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def train(
         str | None, typer.Option(help="Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")
     ] = None,
     checkpoint_every: Annotated[
-        str | None, typer.Option(help="Steps, or such as '1 epoch' or '30 s'  [1 epoch]")
+        str | None, typer.Option(help="Steps, or a text such as '1 epoch' or '30 s'  [1 epoch]")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="auto, never, or a checkpoint or run folder to go on from  [auto]")
+        str | None, typer.Option(help="auto, never, or a checkpoint or run folder to resume from  [auto]")
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Start so many processes on this machine  [1]")] = None,
+    processes: Annotated[int | None, typer.Option(help="Number of processes on this machine  [1]")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress")] = False,
 ) -> None:
     """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
@@ -111,7 +111,7 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
     from samestep.devices import resolve
     from samestep.training.trainer import Trainer
 
-    whole("", "seed", given.get("seed", 0), most=2**64 - 1)  # the model is drawn from it before the Trainer looks at it
+    whole("", "seed", given.get("seed", 0), most=2**64 - 1)  # the model is made from it before the Trainer checks it
     folder = given.pop("run_dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     trainer = Trainer(
         optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
@@ -156,18 +156,18 @@ def verify(
     devices: Annotated[str, typer.Option(help="Numbers of devices")] = "1,2,3,8",
     processes: Annotated[str, typer.Option(help="Numbers of processes")] = "1,2,3",
     every: Annotated[
-        bool, typer.Option("--all", help="Every combination of the two, not only the telling ones")
+        bool, typer.Option("--all", help="Every combination of the two, not only the most useful ones")
     ] = False,
-    kill: Annotated[int, typer.Option(help="So many runs are killed at a random step, and resumed")] = 3,
+    kill: Annotated[int, typer.Option(help="How many runs to kill at a random step and resume")] = 3,
     resume_on: Annotated[str, typer.Option(help="random (another way), same, or a number of devices")] = "random",
     epochs: Annotated[int | None, typer.Option(help="Passes over the data  [the script's; built-in job: 1]")] = None,
-    seed: Annotated[int, typer.Option(help="Decides what is killed, when, and where it goes on")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides what is killed, when, and where it is resumed")] = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep the run folders in this new folder")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
 ) -> None:
     """Run a script (or LeNet on Fashion-MNIST) in many ways, kill and resume it, and compare every step's bits.
 
-    Exit status 1, and the first difference, if there is one.
+    If there is a difference, the first one is shown and the exit status is 1.
     """
     from contextlib import ExitStack
 
@@ -242,13 +242,13 @@ def devices() -> None:
     versions = {name: backends.installed(name) for name in backends.FRAMEWORKS}
     asked = {name: _ask(name) for name in versions if versions[name]}  # at once: some take seconds to start
     out.print(f"{'framework':<11} {'version':<15} devices")
-    for name, version in versions.items():  # not a table, which would fold what cannot be loaded
+    for name, version in versions.items():  # not a table, which would wrap a long error
         seen = _answer(asked[name]) if name in asked else ""
         out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
 
 
 def _ask(framework: str) -> subprocess.Popen[str]:
-    """Have a framework tell its devices, in a process of its own: some cannot be loaded together."""
+    """Ask a framework for its devices, in a process of its own: some cannot be loaded together."""
     code = f"from samestep.backends import load; print(*load({framework!r}).devices(), sep=', ')"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -326,7 +326,7 @@ def run() -> None:
     try:
         app(prog_name="samestep")
     except SamestepError as error:
-        sys.stderr.write(f"samestep: {error}\n")  # in one piece: other processes may say the same at the same time
+        sys.stderr.write(f"samestep: {error}\n")  # in one piece: other processes may print at the same time
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

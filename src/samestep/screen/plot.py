@@ -1,4 +1,4 @@
-"""Curves, for a person to look at: in a terminal, with dots of Braille characters, or in a PNG or SVG file."""
+"""Draws curves: in a terminal, with dots of Braille characters, or in a PNG or SVG file."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def _dots(values: NDArray[np.float64], top: float, bottom: float, rows: int, col
     fine = columns * max(1, -(-len(values) // columns))  # a whole number of points for each column
     points = np.interp(np.linspace(0, len(values) - 1, fine), np.arange(len(values)), values)
     place = np.rint((top - points) / (top - bottom) * (rows - 1)).astype(int).reshape(columns, -1)
-    before = np.concatenate([place[:1, :1], place[:-1, -1:]])  # where the column to the left ended: lines have no gaps
+    before = np.concatenate([place[:1, :1], place[:-1, -1:]])  # where the column to the left ended, to leave no gaps
     low, high = np.minimum(place.min(1), before[:, 0] + 1), np.maximum(place.max(1), before[:, 0] - 1)
     low[0], high[0] = place[0].min(), place[0].max()
     return [(row, column) for column in range(columns) for row in range(low[column], high[column] + 1)]
 
 
 def figure(curves: Curves, unit: str, path: Path, ylabel: str = "learning rate") -> None:
-    """The curves in a PNG or SVG file, whichever the name says."""
+    """Draw the curves into a PNG or SVG file, as its name says."""
     kind = path.suffix.lower().removeprefix(".")
     if kind not in ("png", "svg"):
         raise Invalid(f"a figure is a .png or .svg file, got {path}")

@@ -38,7 +38,7 @@ LIVE = 0.5  # seconds between two looks at the device's numbers when somebody wa
 
 
 class Fit:
-    """One fit: what it needs while it lasts."""
+    """What one fit needs while it runs."""
 
     def __init__(
         self, settings: Settings, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
@@ -46,16 +46,14 @@ class Fit:
         self.settings, self.backend, self.data, self.devices, self.world = settings, backend, data, devices, world
         self.shape = probe(backend, model, settings.loss, data.train)
         if data.test:
-            probe(
-                backend, model, settings.loss, data.test
-            )  # what cannot be evaluated is found before an epoch is spent
+            probe(backend, model, settings.loss, data.test)  # an error comes now, and not after an epoch
         self.group = Group.of(settings, backend, model, devices, world)
         self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
         self.rates = Rates(settings.schedule, backend, updater, steps, settings.max_epochs, self.shape)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs) if settings.average else None
-        labels = self.shape.classes if settings.loss is None else None  # how many there are, where they must be checked
+        labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked
         self.feed = Feed(backend, data.train, devices, labels)
         self.test = Feed(backend, data.test, devices, labels) if data.test else None
         about = agree(recipe(settings, model, data, self.shape, self.group, self.rates), world)
@@ -65,7 +63,7 @@ class Fit:
         self.step = 0  # updates made
         self.last = steps * settings.max_epochs
         self.chain = hashlib.sha256()  # of the fingerprints of all steps
-        self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of the steps of this epoch, as far as looked at
+        self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
         self.folder: RunFolder | None = None
         self.start: Event = {
@@ -90,19 +88,19 @@ class Fit:
                     self.epoch(epoch)
             self.end()
             failed = False
-            if self.signals.asked:  # after the last vote: the run is whole, and the signal still counts
+            if self.signals.asked:  # after the last vote: the run is complete, but the signal still counts
                 self.signals.end()
         finally:
             for closing in (self.feed, self.test, display, self.group):
                 if closing:
                     closing.close()
-            self.group.replicas[0].release()  # the run keeps it, for its model
+            self.group.replicas[0].release()  # the run keeps this replica, for its model
             if self.folder:
                 self.folder.close(failed)
         return self.result
 
     def begin(self) -> None:
-        """Start, or go on from a checkpoint: rank 0 has it, and gives it to the others."""
+        """Start, or resume from a checkpoint, which rank 0 reads and sends to the others."""
         found = self.folder.checkpoint if self.folder else None
         log = self.folder.log if self.folder else b""
         if self.world.size > 1:
@@ -117,7 +115,7 @@ class Fit:
             self.emit(self.start)
 
     def restore(self, found: Checkpoint, log: list[Event]) -> None:
-        """Become what the run was when it made this checkpoint."""
+        """Bring everything to the state that it had at this checkpoint."""
         for replica, updater in zip(self.group.replicas, self.group.updaters, strict=True):
             replica.load(found.group("model"))
             updater.load(found.group("optimizer"))
@@ -137,7 +135,7 @@ class Fit:
             self.table.append(np.stack([losses, hits], 1))
 
     def tensors(self) -> Tensors:
-        """All that a checkpoint holds; it may share memory with what is being trained."""
+        """All tensors of a checkpoint. They may share memory with the model in training."""
         first = self.group.replicas[0]
         groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
         if self.averager and self.averager.vectors:
@@ -145,7 +143,7 @@ class Fit:
         return {f"{kind}:{name}": tensor for kind, tensors in groups.items() for name, tensor in tensors.items()}
 
     def save(self) -> None:
-        """Have a checkpoint written; only a copy of the tensors is waited for."""
+        """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
         if self.folder:
             row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
             about = {
@@ -164,20 +162,20 @@ class Fit:
         if self.folder:
             if self.settings.checkpoint_every is not None:
                 self.save()
-                self.folder.writer.flush()  # a run that was killed with its weights and no checkpoint could not go on
+                self.folder.writer.flush()  # a run killed with weights but no checkpoint could not be resumed
             self.folder.weights(tensors)
             self.result.folder = self.folder.path
         if self.averager:
             self.average()
         self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint})
-        self.world.collect(b"")  # all end together: whatever rank 0 has written is there
+        self.world.collect(b"")  # all end together, when rank 0 has written everything
 
     def emit(self, event: Event) -> None:
         for listener in self.listeners:
             listener(event)
 
     def epoch(self, epoch: int) -> None:
-        """An epoch, or what is left of it."""
+        """Run an epoch, or the rest of it."""
         settings, began = self.settings, time.perf_counter()
         steps = len(self.batches)
         start = self.step - epoch * steps
@@ -185,7 +183,7 @@ class Fit:
         order = draws.order(settings.seed, epoch, len(self.data.train), settings.sampling)
         pass_ = self.feed.start(order, self.group.spans_here(self.batches[start:]))
         keys = draws.keys_from(settings.seed, self.step, settings.shards)
-        pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet looked at, on the device
+        pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
             vote = self.world.vote(self.signals.asked)
@@ -229,7 +227,7 @@ class Fit:
             self.stop()
 
     def stop(self) -> None:
-        """End because a signal asked for it, when the checkpoint has been written."""
+        """End because a signal asked for it, once the checkpoint has been written."""
         if self.folder:
             self.folder.writer.flush()
             print(
@@ -263,7 +261,7 @@ class Fit:
         return table
 
     def average(self) -> None:
-        """Take the averaged weights into the run, and evaluate them."""
+        """Add the averaged weights to the run, and evaluate them."""
         assert self.averager is not None
         settings, first, vectors = self.settings, self.group.replicas[0], self.averager.vectors
         if not vectors:

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who does what in a step of so many shards."""
+    """Who computes what in a step of n shards."""
 
     shares: Sequence[range]  # the shards of each replica of this process
-    held: Sequence[Sequence[Span]]  # the parts of their sum that each process will hold
+    held: Sequence[Sequence[Span]]  # the parts of the sum that each process will hold
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Last:
 
 
 class Group:
-    """The replicas of a run, each with its optimizer: those of this process, and what is known of those of others."""
+    """The replicas of a run, each with its optimizer. Of replicas in other processes, only the count is known."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Group:
         self.backend, self.replicas = backend, list(replicas)
         self.world: World = world or Alone()
         counts = [int(text) for text in self.world.collect(str(len(self.replicas)).encode())]
-        self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of the group in each
+        self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of each process
         self.size = self.processes[-1][1]
         if self.size > shards:
             raise Invalid(
@@ -82,14 +82,14 @@ class Group:
 
     @staticmethod
     def of(settings: Settings, backend: Backend, model: Any, devices: Sequence[Device], world: World) -> Group:
-        """A replica of the model on each device."""
+        """A group with a replica of the model on each device."""
         replicas = [backend.replica(model, settings.loss, d, settings.shards, settings.capture) for d in devices]
         clip = settings.gradient_clip_val
         return Group(backend, replicas, settings.optimizer, settings.shards, clip, settings.seed, world)
 
     @cached_property
     def across(self) -> Across:
-        """What sums over the processes."""
+        """Sums over the processes."""
         first = self.replicas[0]
         return Across(self.world, self.backend, first.device, first.parameters, first.size)
 
@@ -100,7 +100,7 @@ class Group:
 
     @cached_property
     def updaters(self) -> list[Updater]:
-        """Made when they are first asked for: an evaluation needs none, and may be of another model than the optimizer's."""
+        """Made on first use: an evaluation needs none, and its model may not be the optimizer's."""
         if isinstance(self.optimizer, Optimizer):
             alone = len(self.replicas) == 1
             return [FlatUpdater(self.optimizer, replica, self.clip, alone) for replica in self.replicas]
@@ -114,11 +114,11 @@ class Group:
         return self._plans[n]
 
     def spans_here(self, batches: Sequence[Sequence[Span]]) -> list[Span]:
-        """The shards of batches that this process computes, in the order in which it will ask for their examples."""
+        """The shards that this process computes in these batches, in the order in which it asks for their examples."""
         return [batch[shard] for batch in batches for share in self.plan(len(batch)).shares for shard in share]
 
     def follow(self) -> None:
-        """Take the weights that rank 0 has."""
+        """Take the weights of rank 0."""
         if self.world.size > 1:
             content = self.world.broadcast(b"".join(pack({}, self.replicas[0].tensors())))
             for replica in self.replicas:
@@ -135,7 +135,7 @@ class Group:
         # Update: the same on every replica.
         z = self._noise(t)
         self.backend.map([partial(self._update, i, total, batch.examples, lr, t, z) for i, total in enumerate(totals)])
-        # Numbers: a copy of them, so that the rest of the vector is let go.
+        # Numbers: a copy, so that the rest of the vector can be freed.
         return self.backend.concat([self._numbers(totals[0])])
 
     def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
@@ -145,17 +145,17 @@ class Group:
         replica.advance(total, examples)
 
     def _noise(self, t: int) -> NDArray[Any] | None:
-        """What a noisy optimizer adds to the weights: the same on every replica."""
+        """The noise that a noisy optimizer asks for, the same on every replica."""
         if not (isinstance(self.optimizer, Optimizer) and self.optimizer.noisy):
             return None
         layout = self.replicas[0].layouts[0]
         z = draws.normal(self.seed, t, layout.size, layout.dtype)
         for gap in layout.padding:
-            z[gap] = 0  # in no checkpoint, so it must not move
+            z[gap] = 0  # padding is in no checkpoint, so it must stay zero
         return z
 
     def evaluate(self, feed: Feed, batch_size: int, classes: int | None) -> tuple[float, float | None]:
-        """Mean loss and accuracy over all examples of a feed, each taken once, all devices sharing the work. This waits."""
+        """Mean loss and accuracy over all examples of a feed, each counted once. All devices share the work. This waits."""
         n = len(feed.examples)
         spans = [span for batch in cut_pass(n, batch_size, self.shards) for span in batch]
         pass_ = feed.start(np.arange(n), self.spans_here([spans]))

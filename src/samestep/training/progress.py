@@ -1,4 +1,4 @@
-"""What a person sees while a fit goes on: a live bar in a terminal, one line per epoch elsewhere."""
+"""What a person sees during a fit: a live bar in a terminal, one line per epoch elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from samestep.runs.events import Event
 
 
 def show(wanted: bool | None) -> Display | None:
-    """A display on standard error: if wanted, or by default (None) if that is a terminal."""
+    """A display on standard error, if wanted; by default (None), if standard error is a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if wanted is None:
         wanted = console.is_terminal

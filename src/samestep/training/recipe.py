@@ -23,7 +23,7 @@ SETTINGS = ("max_epochs", "batch_size", "shards", "seed", "sampling", "gradient_
 
 
 def recipe(settings: Settings, model: Any, data: Data, shape: Shape, group: Group, rates: Rates) -> dict[str, Any]:
-    """All that decides the result of a fit. Of the devices, only the kind is in it."""
+    """All that decides the result of a fit. It has the kind of the devices, not their number."""
     backend: Backend = group.backend
     tensors, updater = group.replicas[0].tensors(), group.updaters[0]
     return {
@@ -39,12 +39,12 @@ def recipe(settings: Settings, model: Any, data: Data, shape: Shape, group: Grou
 
 
 def _name(loss: Any) -> str:
-    """A function's own name, for anything else its repr, without where it lies in memory."""
+    """The name of a function, or the repr of anything else, without its address in memory."""
     return getattr(loss, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(loss))
 
 
 def agree(mine: dict[str, Any], world: World) -> dict[str, Any]:
-    """The recipe of all processes. Only the starting weights may differ: those of rank 0 are taken."""
+    """The recipe of all processes. Only the starting weights may differ: rank 0's are used."""
     everybody = [json.loads(text) for text in world.collect(json.dumps(mine).encode())]
     for rank, other in enumerate(everybody):
         found = differences(other, everybody[0], besides=("initial",))

@@ -1,4 +1,4 @@
-"""What a user decides about a fit, checked as soon as it is said. The Trainer explains each of these."""
+"""What a user decides about a fit, checked at once. The docstring of Trainer explains each setting."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Settings:
                 raise Invalid(f"{OVERRIDES}: Trainer has no {name!r}")
             setattr(self, name, value)
         if "devices" in overrides:
-            self.num_gpus = None  # the script's other word for it
+            self.num_gpus = None  # another name for it, which the script may use
         if self.num_gpus is not None:
             self.num_gpus = whole("", "num_gpus", self.num_gpus)
             self.devices = self.num_gpus or "cpu"

@@ -34,7 +34,7 @@ class Signals:
         self.number = number
 
     def end(self) -> None:
-        """End as the signal would have, had nobody caught it. Another process may have got it instead of this one."""
+        """End as if nobody had caught the signal. It may have gone to another process instead of this one."""
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + (self.number or signal.SIGTERM))

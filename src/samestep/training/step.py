@@ -1,4 +1,4 @@
-"""The sums of one step while it is computed: the vectors of all shards, added along the tree, on every replica in the end."""
+"""The sums of one step: the vectors of all shards are added along the tree, and every replica gets the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplicaSums:
 
     bands: Sequence[Span]
     folds: Sequence[Fold[Vector]]  # one for each band
-    tell: Callable[[int, Span], None] = lambda band, span: None  # is told what has been added
+    tell: Callable[[int, Span], None] = lambda band, span: None  # called after each addition
 
     def add(self, span: Span, vector: Vector, band: int = 0) -> None:
         self.folds[band].add(span, vector)
@@ -29,7 +29,7 @@ class ReplicaSums:
 
 
 class Step:
-    """The sums of a step of which all replicas are in this process."""
+    """The sums of a step whose replicas are all in this process."""
 
     def __init__(self, group: Group, n: int) -> None:
         self.group, self.n = group, n
@@ -40,7 +40,7 @@ class Step:
         return ReplicaSums(bands, [Fold(self.n, self.group.backend.add) for _ in bands])
 
     def totals(self, tasks: Sequence[Callable[[], Any]]) -> list[Vector]:
-        """Run the tasks that compute the shards; the sum over all shards, on the device of each replica."""
+        """Run the tasks that compute the shards. Returns the sum over all shards, on the device of each replica."""
         group = self.group
         group.backend.map(tasks)
         devices = [replica.device for replica in group.replicas]
@@ -49,10 +49,10 @@ class Step:
 
 
 class StepAcross(Step):
-    """The sums of a step of several processes.
+    """The sums of a step in several processes.
 
-    A band is sent as soon as the last shard of this process has produced it, while the backward pass still computes the
-    others: last layers first, in one order in all processes.
+    A band is sent as soon as the last shard of this process has produced it, while the backward pass still computes
+    other bands. Bands of the last layers come first. All processes send in the same order.
     """
 
     def __init__(self, group: Group, n: int) -> None:
@@ -80,14 +80,14 @@ class StepAcross(Step):
         try:
             group.backend.map(tasks)
         except BaseException:
-            self._failed = True  # what is not ready will not come
+            self._failed = True  # bands that are not ready will not come
             self._all_ready()
             raise
         total = sending.result()  # waits for the other processes
         return [group.across.put(total, replica.device) for replica in group.replicas]
 
     def _send(self) -> Vector:
-        """Exchange every band with the other processes once it is ready; the sum over all shards of all processes."""
+        """Exchange every band with the other processes once it is ready. Returns the sum over all shards of all processes."""
         across, held, total = self.group.across, self.group.plan(self.n).held, None
         for band, (lo, hi) in enumerate(self.bands):
             self._ready[band].wait()

@@ -1,4 +1,4 @@
-"""The Trainer: what can be done with a user's settings. The loop itself is in fit.py."""
+"""The Trainer: fits and evaluates with a user's settings. The loop itself is in fit.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from samestep.training.settings import Settings
 
 @dataclass
 class Trainer(Settings):
-    """Trains a model on any number of devices, with the same result to the last bit on any number of them.
+    """Trains a model on any number of devices, with the same result to the last bit.
 
     max_epochs         passes over the data
     batch_size         examples per update; the last batch of an epoch may be smaller, nothing is dropped
@@ -32,21 +32,21 @@ class Trainer(Settings):
     schedule           the learning rate: a number, a schedule such as samestep.cosine(...), a Plateau, a scheduler of the
                        framework, or any function of t, the number of updates already made; None: 0.1, or the rate
                        that the framework's own optimizer came with
-    gradient_clip_val  the gradient is scaled down to this norm where it is longer; 0 for no clipping
+    gradient_clip_val  a longer gradient is scaled down to this norm; 0 for no clipping
     seed               decides the order of examples and all noise
-    average            samestep.swa(...) or samestep.path_average(): an average over the path of the weights as well
+    average            samestep.swa(...) or samestep.path_average(): also average the weights over their path
     run_dir            the folder to write the run to; None writes nothing
-    checkpoint_every   a number of steps, or such as "1 epoch" or "30 s"; None writes no checkpoints
-    keep_checkpoints   so many of the last ones are kept, and the best one (the lowest test loss at the end of an epoch)
-    resume             "auto": go on where run_dir holds a checkpoint of this recipe; False: never; or a path to go on from
+    checkpoint_every   a number of steps, or a text such as "1 epoch" or "30 s"; None writes no checkpoints
+    keep_checkpoints   how many of the last ones are kept, beside the best one (lowest test loss at the end of an epoch)
+    resume             "auto": resume if run_dir holds a checkpoint of this recipe; False: never; or a path to resume from
     progress           show progress; None: if standard error is a terminal
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, or their mean; None: softmax cross-entropy
     sampling           "without_replacement", or "with_replacement"
     capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
-    timeout            with several processes, after how many seconds without an answer one is given up
-    num_gpus           the chapters' name for `devices`: so many GPUs (or replicas on the CPU, if there is none), 0 for the CPU
+    timeout            with several processes, how many seconds one may take to answer before it is given up
+    num_gpus           the chapters' name for `devices`: how many GPUs (replicas on the CPU, if there is none), 0 for the CPU
     """
 
     def fit(self, model: Any, data: Any) -> Run:
@@ -105,6 +105,6 @@ def as_data(data: Any) -> Data:
 
 
 def arrays_of(data: Data) -> dict[str, Any]:
-    """The arrays of the examples, by what they are called in messages. What a source reads becomes NumPy's anyway."""
+    """The arrays of the examples, by their names in messages. Sources are left out: they are read as NumPy anyway."""
     given = [examples for examples in (data.train, data.test) if isinstance(examples, Arrays)]
     return {f"{examples.name}_{which}": getattr(examples, which) for examples in given for which in ("x", "y")}

@@ -1,4 +1,4 @@
-"""PyTorch: devices, arrays, and what PyTorch must be told for the time of a run. The replica is in torch_replica.py."""
+"""PyTorch: devices, arrays, and the settings that PyTorch needs during a run. The replica is in replica.py."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TorchBackend(Backend):
             array = torch.from_numpy(np.require(array, requirements=["C", "W"]))
         if self.device_of(array) == device:
             return array
-        return array.to(str(device), non_blocking=device.kind == "cuda")  # to the host it must wait
+        return array.to(str(device), non_blocking=device.kind == "cuda")  # a copy to the host must wait
 
     def get(self, array: Any) -> np.ndarray[Any, Any]:
         return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
@@ -80,7 +80,7 @@ class TorchBackend(Backend):
         return array
 
     def take(self, array: Any, index: Any) -> Any:
-        # A fresh allocation: the shard's memory is aligned alike, wherever in the data its examples lie.
+        # A fresh allocation, so that a shard's memory is aligned the same way, wherever its examples lie.
         return array.index_select(0, index)
 
     def add(self, left: Any, right: Any) -> Any:
@@ -101,7 +101,7 @@ class TorchBackend(Backend):
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         prepare = partial(torch.set_num_threads, threads)
-        # One thread alone is better the caller's: in others, malloc gives large blocks back, and they are made anew each time.
+        # If there is only one thread, the caller's is better: in others, malloc gives large blocks back and makes them anew.
         with self.workers.at_work(devices, threads, prepare, least=2), self._settings(devices, deterministic, threads):
             yield
 
@@ -116,7 +116,7 @@ class TorchBackend(Backend):
         cudnn.benchmark, cudnn.deterministic = False, deterministic
         torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
         if devices[0].kind == "cpu":
-            # Beside others: the helpers of a second team would spin between its calls and take the workers' cores.
+            # Beside workers, one: the helper threads of a second team would spin between calls and take the workers' cores.
             torch.set_num_threads(1 if self.workers.there else threads)
         try:
             yield
@@ -130,7 +130,7 @@ class TorchBackend(Backend):
 
     def map(self, tasks: Sequence[Task]) -> list[Any]:
         with self.explained():
-            return self.workers.map(tasks)  # one alone, too: this thread may compute with another number of threads
+            return self.workers.map(tasks)  # a single one, too: this thread may have another number of threads
 
     # Models
 
@@ -161,7 +161,7 @@ class TorchBackend(Backend):
                 module.training = mode
             for module, key, buffer, value in buffers:  # a forward pass may write there, also in evaluation
                 module._buffers[key] = buffer.copy_(value)
-            if not lazy:  # making lazy weights is the one draw that belongs to the user's generator
+            if not lazy:  # only making lazy weights may draw from the user's generator
                 torch.random.set_rng_state(noise)
         return check_output(self, output, y, loss, dtype)
 

@@ -1,4 +1,4 @@
-"""A shard's vector in bands, each handed on as soon as the backward pass has computed it, so that it can be sent meanwhile."""
+"""A shard's vector in bands. Each is handed on once it is computed, and can be sent while the backward pass goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST = 1 << 20  # numbers; bands of this size are sent while others are compute
 
 
 def bands_of(layout: TorchLayout, size: int) -> list[Span]:
-    """The weights in ranges of at least LEAST numbers, last layers first, and at the end what follows the weights."""
+    """The weights in ranges of at least LEAST numbers, last layers first, and then what follows the weights."""
     if layout.size < 2 * LEAST:
         return [(0, size)]
     edges = [layout.size]
@@ -55,12 +55,12 @@ class Bands:
                 self.deliver(self.vector[slice(*self.bands[band])], band)
 
     def close(self) -> None:
-        """The backward pass is over: parameters that it did not come to have no gradient."""
+        """The backward pass is over: parameters that it did not reach have no gradient."""
         for i in sorted(self._missing, reverse=True):
             self.take(i, None)
 
     def finish(self, rest: list[torch.Tensor]) -> None:
-        """The band after the weights."""
+        """Deliver the band after the weights."""
         last = len(self.bands) - 1
         tail = self.vector[slice(*self.bands[last])]
         torch.cat(rest, out=tail)

@@ -1,4 +1,4 @@
-"""The fingerprint of PyTorch's vectors after a step: on a CPU in their own memory, on a GPU there. Both agree."""
+"""The fingerprint of PyTorch's vectors after a step, computed where they are. CPU and GPU give the same number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from samestep.fingerprint import COLUMNS, WORD, Fingerprint, odd
 
 
 class OnHost(Fingerprint):
-    """With PyTorch's sums, which take as many threads as the model does."""
+    """Uses PyTorch's sums, which take as many threads as the model does."""
 
     def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
         super().__init__([vector.view(torch.uint8).numpy() for vector in vectors])
@@ -48,7 +48,7 @@ def odd_on(device: torch.device, count: int) -> torch.Tensor:
 
 
 def on_gpu(vectors: Sequence[Rows]) -> torch.Tensor:
-    """What fingerprint.of_vectors gives, computed by PyTorch where the vectors are."""
+    """The number that fingerprint.of_vectors gives, computed by PyTorch where the vectors are."""
     words = torch.cat([part for vector in vectors for part in sums(*vector)])
     both = torch.cat([words, words >> 32])
     return (both * odd_on(both.device, len(both))).sum().view(1)

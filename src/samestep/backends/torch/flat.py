@@ -73,5 +73,5 @@ class Flat:
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as a plain tensor: that of a sparse embedding is not."""
+    """A gradient as a plain tensor. That of a sparse embedding is sparse."""
     return gradient if gradient.layout == torch.strided else gradient.to_dense()

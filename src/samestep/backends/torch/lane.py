@@ -1,7 +1,7 @@
-"""What computes shards in PyTorch: a *lane*, a copy of the module that one thread has to itself.
+"""A *lane* computes shards in PyTorch. It is a copy of the module that one thread has to itself.
 
 Its parameters are views of the replica's vector and its buffers are its own, so that several threads can compute shards of
-one replica side by side without seeing each other.
+one replica side by side without disturbing each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Lane:
     parameters: list[torch.nn.Parameter]
     buffers: list[Flat]
     modes: list[bool]
-    constants: dict[str, tuple[torch.Tensor, int]]  # with the version each had at the start
+    constants: dict[str, tuple[torch.Tensor, int]]  # each with its version at the start
     homes: list[tuple[torch.nn.Module, str, torch.Tensor]]  # module, name and tensor of every buffer
     training: bool = True
     bands: Bands | None = None  # of the shard that is being computed, if they are wanted one by one
@@ -44,7 +44,7 @@ class Lane:
         return output
 
     def _settle(self) -> None:
-        """Bring home the buffers that the forward pass has put others in the place of (self.n = self.n + 1)."""
+        """Put back the buffers that the forward pass has replaced (self.n = self.n + 1), with their new values."""
         for module, name, home in self.homes:
             now = module._buffers.get(name)
             if now is not home:
@@ -55,7 +55,7 @@ class Lane:
                 module._buffers[name] = home
 
     def train(self, training: bool) -> None:
-        """Switch between training and evaluation, keeping parts that the user has put into evaluation mode as they are."""
+        """Switch between training and evaluation. Modules that the user put into evaluation mode stay in it."""
         if training != self.training:
             self.training = training
             for module, mode in zip(self.module.modules(), self.modes, strict=True):

@@ -1,9 +1,9 @@
-"""Random numbers of a shard's own in PyTorch: dropout and other noise are drawn from key(seed, step, shard).
+"""Each shard's own random numbers in PyTorch: dropout and other noise are drawn from key(seed, step, shard).
 
 On a GPU one thread launches everything, so its generator is seeded before each shard. On the CPU several threads share
-PyTorch's one generator (backends/noise.py says in which ways). Threads are kept apart by a generator of their own, which is
-handed to each operation as it is called. That does not do for torch.utils.checkpoint, which draws again in the backward pass,
-nor for the few operations that take no generator.
+PyTorch's one generator (backends/noise.py has the ways). To keep threads apart, each has a generator of its own, which is
+handed to every random operation. This does not work for torch.utils.checkpoint, which draws again in the backward pass, and
+for the few operations that take no generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from samestep.backends.noise import ALONE, APART, FREE, Noise, R, Result, T
 
 
 def seed_gpu(key: int, device: torch.device) -> None:
-    """The numbers of the next shard on a GPU are drawn from this key."""
+    """Draw the numbers of the next shard on a GPU from this key."""
     torch.default_generator.manual_seed(key)
     torch.cuda.default_generators[device.index or 0].manual_seed(key)
 

@@ -1,10 +1,10 @@
-"""A shard's computation as a CUDA graph: recorded once per shape, then launched as one, instead of hundreds of times.
+"""A shard's computation as a CUDA graph: recorded once per shape, then launched once, instead of hundreds of times.
 
-A small model's step is bound by launching kernels, and S shards launch S times as many; a graph takes that away. What is
-replayed are the same kernels on the same shapes, so the bits are those of computing without it. This is right because a
-shard's result may only depend on weights, buffers, examples and key: a model that looks at anything else while it computes
-(a counter in Python, a number on the host) has no place in samestep's contract. What can be noticed is: a model that reads
-the device or draws on the host while it computes is not recorded, and is computed operation by operation.
+The time of a small model's step goes into launching kernels, and S shards launch S times as many. A graph avoids that. It
+replays the same kernels on the same shapes, so the bits are the same as without it. A shard's result may depend only on
+weights, buffers, examples and key: a model that looks at anything else while it computes (a counter in Python, a number on
+the host) breaks samestep's contract. Some of this can be noticed: a model that reads the device or draws on the host while it
+computes is not recorded, but computed operation by operation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recorded:
 
 
 class Recorder:
-    """Records computations as new shapes turn up, and says when one must be computed without."""
+    """Records a computation when a new shape comes; one that cannot be recorded must be computed without."""
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted

@@ -98,7 +98,7 @@ class TorchReplica(Replica):
     def _compute(
         self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int, shard: int, bands: Bands | None = None
     ) -> tuple[Pieces, list[torch.Tensor]]:
-        """The pieces of a shard's vector: gradients (unless they go to `bands`) and changes; and losses and hits."""
+        """The pieces of a shard's vector: gradients (unless `bands` gets them) and changes; then losses and hits."""
 
         def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             output = lane.run(x, self.buffers)
@@ -159,7 +159,7 @@ class TorchReplica(Replica):
                 return forward()
             return self._noise.compute(key, forward, lambda result: result)
 
-    # The step's other half
+    # The update
 
     def assign(self, parameters: torch.Tensor) -> None:
         self.parameters.copy_(parameters)
@@ -224,7 +224,7 @@ class TorchReplica(Replica):
         return Lane.of(module, buffers)
 
     def _copy(self, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
-        """The user's module, copied around the given tensors instead of around its own."""
+        """A copy of the user's module with the given tensors instead of its own."""
         memo: dict[int, Any] = {}
         for p in self._model.parameters():
             memo[id(p)] = torch.nn.Parameter(tensors[id(p)], requires_grad=p.requires_grad)

@@ -101,7 +101,7 @@ class TorchUpdater(NativeUpdater):
                 state.setdefault(int(i), {})[name] = value
         self.optimizer.load_state_dict({**whole, "state": state})
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for number, slots in state.items():  # torch has given them the weights' type, and the order of what was read
+        for number, slots in state.items():  # torch gave them the weights' type, and the memory order of the file
             like, held = parameters[number].detach(), self.optimizer.state[parameters[number]]
             for name, slot in slots.items():
                 if isinstance(slot, torch.Tensor):
@@ -110,7 +110,7 @@ class TorchUpdater(NativeUpdater):
 
 
 def _copied(given: torch.optim.Optimizer, ours: dict[int, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's optimizer, copied around our parameters instead of around the model's."""
+    """A copy of the user's optimizer with our parameters instead of the model's."""
     _check_parameters(given, ours)
     if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
         raise Invalid(

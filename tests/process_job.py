@@ -27,15 +27,19 @@ from torch.utils.checkpoint import checkpoint
 
 import samestep as ss
 from samestep import draws
-from samestep.backends.torch import replica as torch_replica
+from samestep.backends.torch import bands as torch_bands
+from samestep.backends.torch.backend import backend as torch_backend
+from samestep.backends.torch.replica import TorchReplica
 from samestep.devices import cpu
 from samestep.errors import NotFinite, ProcessFailed
+from samestep.fingerprint import of_weights
 from samestep.processes.exchange import Across
 from samestep.processes.mpi import MpiWorld
 from samestep.processes.place import find
 from samestep.processes.torch import TorchWorld
-from samestep.runs import run
-from samestep.training import fit, step
+from samestep.training import fit
+from samestep.training.group import Group
+from samestep.training.step import StepAcross
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure
 RANDOM = np.random.default_rng(0)
@@ -154,19 +158,19 @@ def trained(name: str, folder: Path, devices: int, **settings: Any) -> tuple[ss.
     given = {"max_epochs": 2, "batch_size": 16, "schedule": 0.1, "progress": False, "devices": ["cpu"] * devices}
     torch.manual_seed(0)
     model, examples = make(), load(folder)
-    before, torch_replica.BAND = torch_replica.BAND, band or torch_replica.BAND
+    before, torch_bands.LEAST = torch_bands.LEAST, band or torch_bands.LEAST
     try:
-        bands = len(torch_replica.TorchReplica(model, None, cpu(), 8).bands)
+        bands = len(torch_backend.replica(model, None, cpu(), 8).bands)
         trainer = ss.Trainer(**{**given, **own, **settings})
         return trainer, examples, trainer.fit(model, examples), bands
     finally:
-        torch_replica.BAND = before
+        torch_bands.LEAST = before
 
 
 def outcome(result: ss.Run) -> dict[str, Any]:
     """All of a run that must be the same, whoever computed it."""
     rows = [{name: value for name, value in row.items() if name != "seconds"} for row in result.history]
-    average = None if result.average is None else run.fingerprint(result.average)
+    average = None if result.average is None else of_weights(result.average)
     return {
         "fingerprint": result.fingerprint, "fingerprints": result.fingerprints, "history": rows, "recipe": result.recipe,
         "average": average, "average_metrics": result.average_metrics,
@@ -182,7 +186,7 @@ def zoo(folder: Path, names: list[str] | None = None, counts: tuple[int, ...] = 
                 trainer, examples, result, bands = trained(name, folder, devices)
                 seen[f"{name} on {devices}"] = {
                     "run": outcome(result), "evaluated": trainer.evaluate(result.model, examples),
-                    "weights": run.fingerprint(result.weights()), "rank": result.rank, "devices": result.devices,
+                    "weights": of_weights(result.weights()), "rank": result.rank, "devices": result.devices,
                     "bands": bands,
                 }  # fmt: skip
     return seen
@@ -240,7 +244,7 @@ def await_(what: Callable[[], Any], name: str) -> None:
 
 def befall(how: str, at: int, where: str = "before") -> None:
     """Have something happen to this process in the step after `at` updates."""
-    step_of, gradient, deliver = step.Group.step, torch_replica.TorchReplica.gradient, step.Step.deliver
+    step_of, compute, added = Group.step, TorchReplica._compute, StepAcross._added
     now, shards, happened = -1, 0, False
 
     def happen() -> None:
@@ -252,12 +256,12 @@ def befall(how: str, at: int, where: str = "before") -> None:
             number = {"kill": "KILL", "stop": "STOP", "terminate": "TERM", "interrupt": "INT"}[how]
             os.kill(os.getpid(), getattr(signal, f"SIG{number}"))
 
-    def stepping(self: Any, pass_: Any, spans: Any, keys: Any, lr: float, t: int) -> Any:
+    def stepping(self: Any, batch: Any, lr: float, t: int) -> Any:
         nonlocal now, shards
         now, shards = t, 0
         if t == at and where == "before":
             happen()
-        numbers = step_of(self, pass_, spans, keys, lr, t)
+        numbers = step_of(self, batch, lr, t)
         if t == at and where == "after":
             happen()
         return numbers
@@ -267,27 +271,27 @@ def befall(how: str, at: int, where: str = "before") -> None:
         shards += 1
         if now == at and where == "middle" and shards == 2:
             happen()
-        return gradient(self, *arguments)
+        return compute(self, *arguments)
 
-    def delivering(self: Any, i: int, shard: int, band: int, vector: Any) -> None:
-        deliver(self, i, shard, band, vector)
+    def adding(self: Any, band: int, span: Any) -> None:
+        added(self, band, span)
         if now == at and where == "bands" and not self._missing[0]:
             happen()  # the first band is on its way, the others will never come
 
-    step.Group.step, step.Step.deliver = stepping, delivering  # type: ignore[method-assign]
-    torch_replica.TorchReplica.gradient = computing  # type: ignore[method-assign]
+    Group.step, StepAcross._added = stepping, adding  # type: ignore[method-assign]
+    TorchReplica._compute = computing  # type: ignore[method-assign]
 
 
 def befall_between(at: int) -> None:
     """Stop this process in a swap of the step after `at` updates, when the first of the others has its numbers."""
     kind = TorchWorld if find().meet else MpiWorld
-    swap, step_of = kind.swap, step.Group.step
+    swap, step_of = kind.swap, Group.step
     now = -1
 
-    def stepping(self: Any, pass_: Any, spans: Any, keys: Any, lr: float, t: int) -> Any:
+    def stepping(self: Any, batch: Any, lr: float, t: int) -> Any:
         nonlocal now
         now = t
-        return step_of(self, pass_, spans, keys, lr, t)
+        return step_of(self, batch, lr, t)
 
     def swapping(self: Any, sends: Any, receives: Any) -> Any:
         if now == at:
@@ -298,7 +302,7 @@ def befall_between(at: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return swap(self, sends, receives)
 
-    step.Group.step, kind.swap = stepping, swapping  # type: ignore[method-assign]
+    Group.step, kind.swap = stepping, swapping  # type: ignore[method-assign]
 
 
 class Pausing(nn.Module):
@@ -337,8 +341,8 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
     """
     told: list[str] = []
     summed = threading.Event()
-    sum_up, deliver, gradient = Across.sum, step.Step.deliver, torch_replica.TorchReplica.gradient
-    steps: list[step.Step] = []
+    sum_up, added, compute = Across.sum, StepAcross._added, TorchReplica._compute
+    steps: list[StepAcross] = []
 
     def pause() -> None:
         if steps and not steps[-1]._missing[0]:  # all shards of this process have delivered their first band
@@ -346,13 +350,13 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
             if not summed.wait(deadline):
                 raise TimeoutError("no band was sent while the backward pass went on")
 
-    def delivering(self: Any, i: int, shard: int, band: int, vector: Any) -> None:
+    def adding(self: Any, band: int, span: Any) -> None:
         steps.append(self)
         with self._lock:
             last = self._missing[band] == 1
         if last:
             told.append(f"band {band} is ready")
-        deliver(self, i, shard, band, vector)
+        added(self, band, span)
 
     def summing(*arguments: Any) -> Any:
         told.append("sending begins")
@@ -362,13 +366,13 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
         return total
 
     def computing(self: Any, *arguments: Any) -> Any:
-        vector = gradient(self, *arguments)
+        vector = compute(self, *arguments)
         told.append("a shard's backward ends")
         return vector
 
-    Across.sum, step.Step.deliver = summing, delivering  # type: ignore[method-assign]
-    torch_replica.TorchReplica.gradient = computing  # type: ignore[method-assign]
-    torch_replica.BAND = SMALL
+    Across.sum, StepAcross._added = summing, adding  # type: ignore[method-assign]
+    TorchReplica._compute = computing  # type: ignore[method-assign]
+    torch_bands.LEAST = SMALL
     return {"run": outcome(pausing(pause, devices)), "told": told}
 
 
@@ -410,22 +414,22 @@ def twin(name: str) -> None:
         order = draws.order
         draws.order = lambda seed, *rest: order(seed + rank, *rest)
     elif name == "sends at the end":
-        send_all = step.Step.send
+        send_all = StepAcross._send
 
         def waiting(self: Any) -> Any:
             for event in self._ready:
                 event.wait()
             return send_all(self)
 
-        step.Step.send = waiting  # type: ignore[method-assign]
+        StepAcross._send = waiting  # type: ignore[method-assign]
     elif name == "saves what rank 0 has":
-        save, send = fit.Fit.save, step.Step.send
+        save, send = fit.Fit.save, StepAcross._send
         local: list[torch.Tensor] = []
 
         def sending(self: Any) -> Any:
             for event in self._ready:
                 event.wait()
-            local[:] = [next(iter(self.folds[0][0].parts.values())).clone()]
+            local[:] = [next(iter(self.sums[0].folds[0].parts.values())).clone()]
             return send(self)
 
         def saving(self: Any) -> None:
@@ -435,7 +439,7 @@ def twin(name: str) -> None:
             save(self)
             updater.state = whole
 
-        fit.Fit.save, step.Step.send = saving, sending  # type: ignore[method-assign]
+        fit.Fit.save, StepAcross._send = saving, sending  # type: ignore[method-assign]
     else:
         raise ValueError(name)
 

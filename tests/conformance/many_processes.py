@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import samestep as ss
 from conformance import suite
 from samestep.errors import ProcessFailed
+from samestep.fingerprint import of_weights
 from samestep.processes.exchange import Across
 from samestep.processes.place import find
-from samestep.runs import run as runs
-from samestep.training import step
+from samestep.training.group import Group
 
 
 @functools.cache  # what was compiled for a function is found again
@@ -104,7 +104,7 @@ def outcome(run: ss.Run) -> dict:
     """All of a run that must be the same in every process, whoever has computed it."""
     weights = {name: tensor.tobytes().hex() for name, tensor in run.weights().items()}
     whole = {"prints": run.fingerprints, "weights": weights, "rows": suite.numbers(run), "recipe": run.recipe,
-            "fingerprint": [run.fingerprint, runs.fingerprint(run.weights())]}  # fmt: skip
+            "fingerprint": [run.fingerprint, of_weights(run.weights())]}  # fmt: skip
     return json.loads(json.dumps(whole))
 
 
@@ -120,14 +120,14 @@ sum_up = Across.sum
 
 def killed_after(steps: int) -> None:
     """Kill the last process when so many steps have been made."""
-    go_on = step.Group.step
+    go_on = Group.step
 
-    def stepping(self, pass_, spans, keys, lr, t):
+    def stepping(self, batch, lr, t):
         if t == steps and self.world.rank == self.world.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return go_on(self, pass_, spans, keys, lr, t)
+        return go_on(self, batch, lr, t)
 
-    step.Group.step = stepping
+    Group.step = stepping
 
 
 def main(folder: str, device: str, run: str = "") -> None:

@@ -12,7 +12,7 @@ import samestep as ss
 from conformance import many_processes as job
 from conformance import suite
 from samestep.processes import launch
-from samestep.training.step import Group
+from samestep.training.group import Group
 
 
 class Stopped(Exception):

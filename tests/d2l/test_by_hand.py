@@ -169,7 +169,7 @@ def test_the_tree_is_the_default() -> None:
             ["a", "b"],
             "tree",
             WrongType,
-            f"expected an array of {', '.join(backends.available())} or NumPy, got builtins.str",
+            f"expected an array of {', '.join(backends.FRAMEWORKS)} or NumPy, got builtins.str",
         ),
     ],
 )

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from samestep.errors import Invalid
+from samestep.processes.place import OVERRIDES
 from samestep.runs.run import Run
 from samestep.runs.verify import Job, Report, Row, Start, Way, choose, counts, draw, table
 from samestep.screen import cli
-from samestep.training.trainer import OVERRIDES
 
 STEPS = 40
 SCRIPT = """

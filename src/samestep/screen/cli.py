@@ -32,6 +32,14 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 out = Console(highlight=False, soft_wrap=True)
 
 
+def option(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help)
+
+
+def argument(help: str) -> Any:
+    return typer.Argument(help=help)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"samestep {__version__}")
@@ -46,36 +54,26 @@ def main(version: Annotated[bool, typer.Option("--version", callback=_version, i
 @app.command(context_settings={"allow_extra_args": True})
 def train(
     context: typer.Context,
-    script: Annotated[
-        Path | None, typer.Argument(help="Your own script, with a Trainer in it; its arguments follow --.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help=f"{', '.join(NAMES)}  [lenet]")] = None,
-    backend: Annotated[str | None, typer.Option(help=f"Framework: {', '.join(backends.FRAMEWORKS)}  [torch]")] = None,
-    devices: Annotated[str | None, typer.Option(help="auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
-    shards: Annotated[int | None, typer.Option(help="Pieces a batch is cut into  [8]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples per update  [256]")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data  [10]")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate  [0.2]")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Instead of --lr: such as 'cosine(0.3, 10).in_epochs()'")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Momentum of SGD  [0]")] = None,
-    clip: Annotated[float | None, typer.Option(help="Largest norm of the gradient; 0: no limit  [0]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides weights, order and noise  [0]")] = None,
-    threads_per_shard: Annotated[
-        int | None, typer.Option(help="Threads of arithmetic per shard on the CPU  [1]")
-    ] = None,
-    sampling: Annotated[str | None, typer.Option(help="without_replacement or with_replacement")] = None,
-    deterministic: Annotated[bool | None, typer.Option(help="--no-deterministic gives up sameness")] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(help="Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")
-    ] = None,
-    checkpoint_every: Annotated[
-        str | None, typer.Option(help="Steps, or a text such as '1 epoch' or '30 s'  [1 epoch]")
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(help="auto, never, or a checkpoint or run folder to resume from  [auto]")
-    ] = None,
-    processes: Annotated[int | None, typer.Option(help="Number of processes on this machine  [1]")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress")] = False,
+    script: Annotated[Path | None, argument("Your own script, with a Trainer in it; its arguments follow --.")] = None,
+    model: Annotated[str | None, option(f"{', '.join(NAMES)}  [lenet]")] = None,
+    backend: Annotated[str | None, option(f"Framework: {', '.join(backends.FRAMEWORKS)}  [torch]")] = None,
+    devices: Annotated[str | None, option("auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
+    shards: Annotated[int | None, option("Pieces a batch is cut into  [8]")] = None,
+    batch_size: Annotated[int | None, option("Examples per update  [256]")] = None,
+    epochs: Annotated[int | None, option("Passes over the data  [10]")] = None,
+    lr: Annotated[float | None, option("Learning rate  [0.2]")] = None,
+    schedule: Annotated[str | None, option("Instead of --lr: such as 'cosine(0.3, 10).in_epochs()'")] = None,
+    momentum: Annotated[float | None, option("Momentum of SGD  [0]")] = None,
+    clip: Annotated[float | None, option("Largest norm of the gradient; 0: no limit  [0]")] = None,
+    seed: Annotated[int | None, option("Decides weights, order and noise  [0]")] = None,
+    threads_per_shard: Annotated[int | None, option("Threads of arithmetic per shard on the CPU  [1]")] = None,
+    sampling: Annotated[str | None, option("without_replacement or with_replacement")] = None,
+    deterministic: Annotated[bool | None, option("--no-deterministic gives up sameness")] = None,
+    run_dir: Annotated[str | None, option("Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")] = None,
+    checkpoint_every: Annotated[str | None, option("Steps, or a text such as '1 epoch' or '30 s'  [1 epoch]")] = None,
+    resume: Annotated[str | None, option("auto, never, or a checkpoint or run folder to resume from  [auto]")] = None,
+    processes: Annotated[int | None, option("Number of processes on this machine  [1]")] = None,
+    quiet: Annotated[bool, option("No progress", "--quiet", "-q")] = False,
 ) -> None:
     """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
     from samestep.optimizers.rules import sgd
@@ -149,21 +147,17 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
 @app.command(context_settings={"allow_extra_args": True})
 def verify(
     context: typer.Context,
-    script: Annotated[
-        Path | None, typer.Argument(help="Your own script, with one fit in it; its arguments follow --.")
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="Framework of the built-in job  [torch]")] = None,
-    devices: Annotated[str, typer.Option(help="Numbers of devices")] = "1,2,3,8",
-    processes: Annotated[str, typer.Option(help="Numbers of processes")] = "1,2,3",
-    every: Annotated[
-        bool, typer.Option("--all", help="Every combination of the two, not only the most useful ones")
-    ] = False,
-    kill: Annotated[int, typer.Option(help="How many runs to kill at a random step and resume")] = 3,
-    resume_on: Annotated[str, typer.Option(help="random (another way), same, or a number of devices")] = "random",
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data  [the script's; built-in job: 1]")] = None,
-    seed: Annotated[int, typer.Option(help="Decides what is killed, when, and where it is resumed")] = 0,
-    keep: Annotated[Path | None, typer.Option(help="Keep the run folders in this new folder")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
+    script: Annotated[Path | None, argument("Your own script, with one fit in it; its arguments follow --.")] = None,
+    backend: Annotated[str | None, option("Framework of the built-in job  [torch]")] = None,
+    devices: Annotated[str, option("Numbers of devices")] = "1,2,3,8",
+    processes: Annotated[str, option("Numbers of processes")] = "1,2,3",
+    every: Annotated[bool, option("Every combination of the two, not only the most useful ones", "--all")] = False,
+    kill: Annotated[int, option("How many runs to kill at a random step and resume")] = 3,
+    resume_on: Annotated[str, option("random (another way), same, or a number of devices")] = "random",
+    epochs: Annotated[int | None, option("Passes over the data  [the script's; built-in job: 1]")] = None,
+    seed: Annotated[int, option("Decides what is killed, when, and where it is resumed")] = 0,
+    keep: Annotated[Path | None, option("Keep the run folders in this new folder")] = None,
+    as_json: Annotated[bool, option("Print it as JSON", "--json")] = False,
 ) -> None:
     """Run a script (or LeNet on Fashion-MNIST) in many ways, kill and resume it, and compare every step's bits.
 
@@ -201,9 +195,9 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint")],
-    b: Annotated[Path, typer.Argument(help="Another")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON")] = False,
+    a: Annotated[Path, argument("A run folder, or a checkpoint")],
+    b: Annotated[Path, argument("Another")],
+    as_json: Annotated[bool, option("Print it as JSON", "--json")] = False,
 ) -> None:
     """The first step, shard and tensor at which two runs differ, and why. Exit status 1 if they do."""
     from samestep.runs import diff as module
@@ -215,10 +209,10 @@ def diff(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint")],
-    target: Annotated[Path, typer.Argument(help="The safetensors file to write")],
-    best: Annotated[bool, typer.Option("--best", help="Of a run: its best checkpoint, not its last weights")] = False,
-    average: Annotated[bool, typer.Option("--average", help="The averaged weights")] = False,
+    source: Annotated[Path, argument("A run folder, or a checkpoint")],
+    target: Annotated[Path, argument("The safetensors file to write")],
+    best: Annotated[bool, option("Of a run: its best checkpoint, not its last weights", "--best")] = False,
+    average: Annotated[bool, option("The averaged weights", "--average")] = False,
 ) -> None:
     """Write weights as a plain safetensors file, with the names that the framework gives them."""
     from samestep.runs.run import export as write
@@ -275,14 +269,14 @@ def data() -> None:
 
 @app.command()
 def schedule(
-    expressions: Annotated[list[str], typer.Argument(help="Such as 'cosine(0.3, 20, end=0.01).warmup(5)'")],
-    steps: Annotated[int | None, typer.Option(help="How many updates to show  [100]")] = None,
-    epochs: Annotated[int | None, typer.Option(help="How many epochs to show")] = None,
-    steps_per_epoch: Annotated[int | None, typer.Option(help="Updates in an epoch")] = None,
-    png: Annotated[Path | None, typer.Option(help="Write a figure to this file")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a figure to this file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rates as JSON")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the rates as CSV")] = False,
+    expressions: Annotated[list[str], argument("Such as 'cosine(0.3, 20, end=0.01).warmup(5)'")],
+    steps: Annotated[int | None, option("How many updates to show  [100]")] = None,
+    epochs: Annotated[int | None, option("How many epochs to show")] = None,
+    steps_per_epoch: Annotated[int | None, option("Updates in an epoch")] = None,
+    png: Annotated[Path | None, option("Write a figure to this file")] = None,
+    svg: Annotated[Path | None, option("Write a figure to this file")] = None,
+    as_json: Annotated[bool, option("Print the rates as JSON", "--json")] = False,
+    as_csv: Annotated[bool, option("Print the rates as CSV", "--csv")] = False,
 ) -> None:
     """Plot learning-rate schedules, in the terminal or to a file."""
     from samestep.schedules.text import parse

@@ -1,7 +1,7 @@
 """What MXNet's engine is told beside operations: how many threads to compute with, and functions of samestep's own.
 
-A function of our own is called by the engine when the arrays that it reads and writes are ready, and works in their memory with
-NumPy, which is several times quicker than MXNet's operations on vectors. Python does not wait for it.
+The engine calls a function of our own when the arrays that it reads and writes are ready. The function works in their memory
+with NumPy, which is several times quicker than MXNet's operations on vectors. Python does not wait for it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Random numbers of a shard's own in MXNet: those that follow after mx.random.seed(key(seed, step, shard)).
 
-The contexts of the CPU share one generator (each Python thread has its own), and the engine lets nobody draw before the draws
-that were asked for earlier. Setting that generator takes 2 ms, whether anybody draws or not, which is more than a small model
-takes for a shard. So it is set just before the first operation of a shard that draws: a model that draws nothing never pays.
-MXNet does not tell which operations draw. Their names do, in MXNet 1.9.1; one that was loaded later, and a compiled graph of
-which nothing is known, are taken for such as draw.
+The contexts of the CPU share one generator, and each Python thread has its own. The engine makes draws in the order in which
+they were asked for. Setting the generator takes 2 ms, whether anybody draws or not: more than a small model takes for a shard.
+So it is set just before the first operation of a shard that draws, and a model that draws nothing never pays.
+
+MXNet does not tell which operations draw, but in MXNet 1.9.1 their names do. An operation that was loaded later is taken for
+one that draws. So is a compiled graph of which nothing is known.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class Graphs:
 
     def __init__(self, *blocks: Block) -> None:
         self._blocks = blocks
-        # with the graph itself: what is let go may leave its handle to others
+        # With the graph itself: once a graph is let go, another may get its handle.
         self._known: dict[int, tuple[Any, bool]] = {}
 
     def draw(self, handle: int) -> bool:
         if handle not in self._known:
-            for _, block in (pair for whole in self._blocks for pair in blocks_of(whole)):
+            for _, block in (pair for outer in self._blocks for pair in blocks_of(outer)):
                 compiled = getattr(block, "_cached_op", None)
                 if compiled is not None and compiled.handle.value == handle:
                     self._known[handle] = compiled, graph_draws(block._cached_graph[1])

@@ -1,7 +1,7 @@
-"""Reading a schedule from text, such as 'cosine(0.3, 20, end=0.01).warmup(5)', without ever evaluating it as code.
+"""Reading a schedule from JSON, or from text, such as 'cosine(0.3, 20, end=0.01).warmup(5)', which is never run as code.
 
-Python's parser gives the tree; only what is listed here is then built: numbers, strings, lists, True, False, None, + and *,
-the schedules, and their methods. Length and depth are limited, so that no text can take long.
+Python's parser gives the tree of a text; only what is listed here is then built: numbers, strings, lists, True, False,
+None, + and *, the schedules, and their methods. Length and depth are limited, so that no text can take long.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 from samestep.checks import nearest, show
 from samestep.errors import Invalid, WrongType
-from samestep.schedules.algebra import METHODS, Schedule
+from samestep.schedules.algebra import METHODS, OPS, VERSION, Schedule, checks, must_be_schedule
 from samestep.schedules.kinds import SCHEDULES
 
 LONGEST = 20_000  # characters
-DEEPEST = 100  # levels of the tree
+DEEPEST = 100  # levels of the tree, and schedules within schedules in JSON
 
 
 def parse(text: str) -> Schedule:
@@ -112,3 +112,36 @@ def _code(node: ast.expr) -> str:
         return show(ast.unparse(node))
     except (RecursionError, ValueError):
         return f"what stands at column {node.col_offset + 1}"
+
+
+def from_json(stored: dict[str, Any]) -> Schedule:
+    """The schedule that `to_json` stored.
+
+    >>> from_json({"op": "warmup", "version": 1, "of": {"op": "constant", "version": 1, "lr": 0.1}, "n": 5})
+    constant(0.1).warmup(5)
+    """
+    return _from_json(stored, DEEPEST)
+
+
+def _from_json(stored: Any, depth: int) -> Schedule:
+    if not isinstance(stored, dict):
+        raise WrongType(f"from_json: a schedule must be an object with op and version, got {show(stored)}")
+    if depth == 0:
+        raise Invalid(f"from_json: schedules must be nested at most {DEEPEST} deep")
+    op, version = stored.get("op"), stored.get("version")
+    if not isinstance(op, str) or op not in OPS:
+        raise Invalid(f"from_json: there is no op {show(op)}; {nearest(op, OPS)}")
+    if version != VERSION:
+        raise Invalid(f"from_json: {op}: version must be {VERSION}, got version={show(version)}")
+    parameters, known = OPS[op].parameters, checks(OPS[op].formula)
+    arguments = {}
+    for name, value in stored.items():
+        if name in parameters:
+            is_part = name == "of" or known[name] is must_be_schedule
+            arguments[parameters[name].name] = _from_json(value, depth - 1) if is_part else value
+        elif name not in ("op", "version"):
+            raise Invalid(f"from_json: {op} has {', '.join(parameters)}, got {show(name)}")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in stored:
+            raise Invalid(f"from_json: {op} needs {name}, got {', '.join(map(show, stored))}")
+    return OPS[op].make(**arguments)

@@ -10,7 +10,7 @@ import numpy as np
 from samestep.checks import whole
 from samestep.errors import Invalid
 from samestep.schedules.algebra import Schedule, must_be_schedule
-from samestep.schedules.kinds import from_json
+from samestep.schedules.text import from_json
 
 
 @keras.saving.register_keras_serializable(package="samestep")

@@ -9,7 +9,7 @@ from paddle.optimizer.lr import LRScheduler  # type: ignore[import-not-found, un
 from samestep.checks import show
 from samestep.errors import Invalid
 from samestep.schedules.algebra import Schedule, must_be_schedule
-from samestep.schedules.kinds import from_json
+from samestep.schedules.text import from_json
 
 
 class Scheduler(LRScheduler):  # type: ignore[misc, unused-ignore]

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.checks import show, whole
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule, must_be_schedule
-from samestep.schedules.kinds import from_json
+from samestep.schedules.text import from_json
 
 
 class Scheduler(LRScheduler):

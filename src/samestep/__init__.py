@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld
     from samestep.processes.exchange import allreduce, replicate, split_batch
     from samestep.runs.run import Run
-    from samestep.schedules import *  # noqa: F403
+    from samestep.schedules.algebra import Schedule
+    from samestep.schedules.kinds import *  # noqa: F403
+    from samestep.schedules.plateau import Plateau
     from samestep.training.trainer import Trainer
 
 

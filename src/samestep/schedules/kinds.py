@@ -19,6 +19,11 @@ from samestep.errors import Invalid
 from samestep.schedules.algebra import OPS, Count, CountOrNone, Flag, Rate, formula, one_of, ordered
 from samestep.schedules.powers import power, product
 
+__all__ = [
+    "constant", "cosine", "drops", "exponential", "geometric", "inverse_power", "natural_exp", "one_cycle", "piecewise",
+    "poly", "table", "triangle",
+]  # fmt: skip
+
 
 def _share(where: str, name: str, value: Any) -> float:
     result = number(where, name, value)
@@ -216,4 +221,3 @@ def table(t: int, d: int, values: Rates) -> float:
 
 
 SCHEDULES = {op: operation.make for op, operation in OPS.items() if operation.formula.__module__ == __name__}
-__all__ = list(SCHEDULES)

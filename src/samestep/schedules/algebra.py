@@ -31,19 +31,12 @@ from samestep.schedules.powers import power
 
 VERSION = 1  # of the JSON form
 LIMIT = 2**63  # t must be below: what an int64 holds
-SIGNS = {
-    "add": ("+", 1),
-    "multiply": ("*", 2),
-    "scale": ("*", 2),
-}  # what repr writes, and how tightly it holds together
-CALL = ("", 3)  # all other operations
+# For repr: the sign, and how tightly it binds; a call binds by 3.
+SIGNS = {"add": ("+", 1), "multiply": ("*", 2), "scale": ("*", 2)}
 
 P = ParamSpec("P")
 Check = Callable[[str, str, Any], Any]  # of one argument, as in checks.py: where, name and value to the value kept
 Need = Callable[[str, dict[str, Any]], None]  # of all together: refuses them, or fills one in
-
-
-# What an argument may be
 
 
 def must_be_schedule(where: str, name: str, value: Any) -> Schedule:
@@ -75,6 +68,11 @@ def checks(function: Callable[..., Any]) -> dict[str, Check]:
     return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
 
 
+def checked(where: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function was given, each as its check returns it."""
+    return {name: check(where, name, given[name]) for name, check in checks(function).items()}
+
+
 def ordered(low: str, high: str) -> Need:
     return lambda op, given: at_most(op, low, given[low], high, given[high])
 
@@ -95,20 +93,14 @@ def same_unit(op: str, given: dict[str, Any]) -> None:
         raise Invalid(f"{sign}: one side counts steps, the other epochs: combine first, (a {sign} b).in_epochs()")
 
 
-# Declaring
+FORMULAS: dict[str, Callable[..., float]] = {}  # what was declared, by name
+OPS: dict[str, Callable[..., Schedule]] = {}  # what users call: without the time, it makes a schedule
 
 
-@dataclass(frozen=True)
-class Operation:
-    """What was declared: the formula, its arguments without the time, and the function that makes a schedule of them."""
-
-    formula: Callable[..., float]
-    parameters: dict[str, inspect.Parameter]  # by their names in JSON, where `self` is `of`
-    before: int  # how many of them come before the time: `self`
-    make: Callable[..., Schedule]
-
-
-OPS: dict[str, Operation] = {}
+@cache
+def parameters(op: str) -> dict[str, inspect.Parameter]:
+    """The arguments of an operation, by their names in JSON, where `self` is `of`."""
+    return {"of" if name == "self" else name: p for name, p in inspect.signature(OPS[op]).parameters.items()}
 
 
 def formula(*needs: Need) -> Callable[[Callable[Concatenate[int, int, P], float]], Callable[P, Schedule]]:
@@ -125,8 +117,8 @@ def method(
 
 def _declare(needs: tuple[Need, ...], formula: Callable[..., float]) -> Callable[..., Schedule]:
     op, signature = formula.__name__, inspect.signature(formula)
-    parameters = [p for p in signature.parameters.values() if p.name not in ("t", "d")]
-    signature = signature.replace(parameters=parameters, return_annotation="Schedule")
+    timeless = [p for p in signature.parameters.values() if p.name not in ("t", "d")]
+    signature = signature.replace(parameters=timeless, return_annotation="Schedule")
 
     @wraps(formula)
     def make(*args: Any, **named: Any) -> Schedule:
@@ -135,16 +127,13 @@ def _declare(needs: tuple[Need, ...], formula: Callable[..., float]) -> Callable
         except TypeError as error:
             raise TypeError(f"{op}() {error}") from None
         bound.apply_defaults()
-        given = bound.arguments
-        for name, check in checks(formula).items():
-            given[name] = check(op, name, given[name])
+        given = bound.arguments | checked(op, formula, bound.arguments)
         for need in needs:
             need(op, given)
         return Schedule(op, tuple(given.values()))
 
     vars(make)["__signature__"] = signature
-    by_name = {"of" if p.name == "self" else p.name: p for p in parameters}
-    OPS[op] = Operation(formula, by_name, int("self" in signature.parameters), make)
+    FORMULAS[op], OPS[op] = formula, make
     return make
 
 
@@ -167,13 +156,14 @@ class Schedule(Exports):
 
     def __post_init__(self) -> None:
         """Arguments can be read by their names, s.lr, but for `values`, `every` and `floor`, which are methods."""
-        named = zip(OPS[self.op].parameters, self.arguments, strict=True)
+        named = zip(parameters(self.op), self.arguments, strict=True)
         vars(self).update({name: value for name, value in named if not hasattr(Schedule, name)})
 
     def _at(self, t: int, d: int) -> float:
         """The rate at time t/d."""
-        operation = OPS[self.op]
-        return operation.formula(*self.arguments[: operation.before], t, d, *self.arguments[operation.before :])
+        if self.op in METHODS:
+            return FORMULAS[self.op](self.arguments[0], t, d, *self.arguments[1:])
+        return FORMULAS[self.op](t, d, *self.arguments)
 
     @overload
     def __call__(self, t: int | np.integer[Any]) -> float: ...
@@ -298,7 +288,7 @@ class Schedule(Exports):
     @property
     def unit(self) -> str:
         """What the schedule counts: "steps", or "epochs" as long as nobody said how many steps an epoch has."""
-        return "epochs" if any(steps_per_epoch is None for _, steps_per_epoch, _ in self._epochs()) else "steps"
+        return "epochs" if None in self._epochs() else "steps"
 
     def bind(self, steps_per_epoch: int) -> Schedule:
         """The schedule in steps, for epochs of so many; one that is in steps already is returned as it is."""
@@ -310,11 +300,11 @@ class Schedule(Exports):
             return Schedule(self.op, (of, n, smooth))
         return Schedule(self.op, tuple(x.bind(n) if isinstance(x, Schedule) else x for x in self.arguments))
 
-    def _epochs(self) -> list[tuple[Any, ...]]:
-        """The arguments of the parts of it that count epochs."""
+    def _epochs(self) -> list[int | None]:
+        """The steps per epoch of each part that counts epochs."""
         if self.op == "in_epochs":
-            return [self.arguments]
-        return [part for value in self.arguments if isinstance(value, Schedule) for part in value._epochs()]
+            return [self.arguments[1]]
+        return [n for value in self.arguments if isinstance(value, Schedule) for n in value._epochs()]
 
     # Showing and storing
 
@@ -324,7 +314,7 @@ class Schedule(Exports):
             left, right = reversed(self.arguments) if self.op == "scale" else self.arguments
             return f"{_held(left, binding)} {sign} {_held(right, binding + 1)}"
         head, shown = self.op, []
-        for parameter, value in zip(OPS[self.op].parameters.values(), self.arguments, strict=True):
+        for parameter, value in zip(parameters(self.op).values(), self.arguments, strict=True):
             text = repr(list(value) if isinstance(value, tuple) else value)
             if parameter.name == "self":
                 head = f"{_held(value, 3)}.{self.op}"
@@ -337,7 +327,7 @@ class Schedule(Exports):
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` turns back into an equal schedule."""
         result: dict[str, Any] = {"op": self.op, "version": VERSION}
-        for name, value in zip(OPS[self.op].parameters, self.arguments, strict=True):
+        for name, value in zip(parameters(self.op), self.arguments, strict=True):
             plain = value.to_json() if isinstance(value, Schedule) else value
             result[name] = list(plain) if isinstance(plain, tuple) else plain
         return result
@@ -345,11 +335,11 @@ class Schedule(Exports):
 
 def _held(value: Any, binding: int) -> str:
     """Its repr, in parentheses where it would otherwise fall apart."""
-    loose = isinstance(value, Schedule) and SIGNS.get(value.op, CALL)[1] < binding
+    loose = isinstance(value, Schedule) and SIGNS.get(value.op, ("", 3))[1] < binding
     return f"({value!r})" if loose else repr(value)
 
 
-METHODS = {op: operation.make for op, operation in OPS.items()}
+METHODS = dict(OPS)  # those that are declared so far
 
 
 @formula(same_unit)

@@ -1,8 +1,7 @@
-"""The learning rate as a pure function of t, the number of updates already made: the first update uses s(0).
+"""The schedules there are, each declared once, by the formula of its rate at time t/d.
 
-A schedule is a frozen value, computed in float64 and defined for every t >= 0: past its end it holds its last rate.
-Calling, plotting or storing one never changes it. Each is declared here once, by its formula at time t/d; what they all
-can do (warm-up, restarts, epochs, sums), and how a declaration is read, is in algebra.py.
+A schedule is computed in float64 and defined for every t >= 0: past its end it holds its last rate. What all of them can
+do (warm-up, restarts, epochs, sums), and how a declaration is read, is in algebra.py.
 """
 
 from __future__ import annotations
@@ -220,4 +219,4 @@ def table(t: int, d: int, values: Rates) -> float:
     return values[min(t // d, len(values) - 1)]
 
 
-SCHEDULES = {op: operation.make for op, operation in OPS.items() if operation.formula.__module__ == __name__}
+SCHEDULES = {name: OPS[name] for name in __all__}

@@ -36,7 +36,7 @@ Share = Annotated[float, _share]
 Per = Annotated[str, one_of("cycle", "step")]
 Anneal = Annotated[str, one_of("cos", "linear")]
 Boundaries = Annotated[Sequence[int] | NDArray[Any], boundaries]
-Rates = Annotated[Sequence[float] | NDArray[Any], numbers]
+RateList = Annotated[Sequence[float] | NDArray[Any], numbers]
 
 
 @formula()
@@ -131,7 +131,7 @@ def _one_more(op: str, given: dict[str, Any]) -> None:
 
 
 @formula(_one_more)
-def piecewise(t: int, d: int, at: Boundaries, values: Rates) -> float:
+def piecewise(t: int, d: int, at: Boundaries, values: RateList) -> float:
     """Constant between boundaries: η(t) = values[number of boundaries ≤ t]; there is one value more than boundaries.
 
     >>> piecewise([2, 4], [0.3, 0.2, 0.1]).values(6).tolist()
@@ -210,7 +210,7 @@ def _not_empty(op: str, given: dict[str, Any]) -> None:
 
 
 @formula(_not_empty)
-def table(t: int, d: int, values: Rates) -> float:
+def table(t: int, d: int, values: RateList) -> float:
     """The rates one by one: η(t) = values[t], and the last one ever after.
 
     >>> table([0.3, 0.1])([0, 1, 2]).tolist()

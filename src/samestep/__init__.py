@@ -14,42 +14,26 @@ __version__ = "0.1.0"
 # TensorFlow reads this when its first tensor is made, usually before samestep's backend is loaded (backends/tensorflow).
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
 
-_WHERE = {
-    "d2l.by_hand": ["allreduce", "replicate", "split_batch"],
-    "schedules.algebra": ["Schedule"],
-    "optimizers.averaging": ["path_average", "swa"],
-    "data.examples": ["Data"],
-    "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
-    "devices": ["Device", "cpu", "gpu"],
-    "data.fashion": ["fashion_mnist"],
-    "optimizers.rules": ["adagrad", "adam", "adamw", "sgd", "sgld"],
-    "schedules.plateau": ["Plateau"],
-    "runs.run": ["Run"],
-    "schedules.kinds": [
-        "constant",
-        "cosine",
-        "drops",
-        "exponential",
-        "geometric",
-        "inverse_power",
-        "natural_exp",
-        "one_cycle",
-        "piecewise",
-        "poly",
-        "table",
-        "triangle",
-    ],
-    "training.trainer": ["Trainer"],
-    "errors": ["SamestepError"],
-}
-_NAMES = {name: module for module, names in _WHERE.items() for name in names}
-
-__all__ = [
+__all__ = [  # noqa: F405
     "Data", "Device", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw", "allreduce",
     "constant", "cosine", "cpu", "device_of", "drops", "exponential", "fashion_mnist", "geometric", "get", "gpu",
     "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "piecewise", "poly", "put", "replicate", "sgd",
     "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus", "try_gpu",
 ]  # fmt: skip
+
+_WHERE = {
+    "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
+    "data.examples": ["Data"],
+    "data.fashion": ["fashion_mnist"],
+    "devices": ["Device", "cpu", "gpu"],
+    "errors": ["SamestepError"],
+    "optimizers.averaging": ["path_average", "swa"],
+    "optimizers.rules": ["adagrad", "adam", "adamw", "sgd", "sgld"],
+    "d2l.by_hand": ["allreduce", "replicate", "split_batch"],
+    "runs.run": ["Run"],
+    "training.trainer": ["Trainer"],
+}  # all other names are schedules
+_NAMES = dict.fromkeys(__all__, "schedules") | {name: module for module, names in _WHERE.items() for name in names}
 
 if TYPE_CHECKING:
     from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
@@ -62,20 +46,7 @@ if TYPE_CHECKING:
     from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld
     from samestep.runs.run import Run
     from samestep.schedules.algebra import Schedule
-    from samestep.schedules.kinds import (
-        constant,
-        cosine,
-        drops,
-        exponential,
-        geometric,
-        inverse_power,
-        natural_exp,
-        one_cycle,
-        piecewise,
-        poly,
-        table,
-        triangle,
-    )
+    from samestep.schedules.kinds import *  # noqa: F403
     from samestep.schedules.plateau import Plateau
     from samestep.training.trainer import Trainer
 

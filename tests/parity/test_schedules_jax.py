@@ -34,7 +34,7 @@ def on_the_cpu() -> Iterator[None]:
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(samestep.schedulers.optax).failed == 0
+    assert doctest.testmod(samestep.schedules.exports.optax).failed == 0
 
 
 # The export in a training loop

@@ -24,7 +24,7 @@ import samestep.schedules.exports.keras
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
-from samestep.schedules.exports.keras import Scheduled, callback, schedule
+from samestep.schedules.exports.keras import Scheduled, callback
 from samestep.schedules.kinds import cosine, exponential, piecewise, poly
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, with NumPy 2
@@ -32,7 +32,7 @@ by_name = pytest.mark.parametrize("name", EXPORTED)
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(samestep.schedulers.keras).failed == 0
+    assert doctest.testmod(samestep.schedules.exports.keras).failed == 0
 
 
 # The export in training loops
@@ -65,7 +65,7 @@ class Loop:
 @by_name
 @pytest.mark.parametrize("compiled", [None, False, True], ids=["eager", "function", "xla"])
 def test_the_rate_that_was_applied(name: str, compiled: bool | None) -> None:
-    loop = Loop(SGD(schedule(EXPORTED[name], UPDATES)), compiled)
+    loop = Loop(SGD(Scheduled(EXPORTED[name], UPDATES)), compiled)
     assert loop.run(UPDATES) == float32(EXPORTED[name])
 
 
@@ -100,18 +100,18 @@ def fit(model: Any, n: int, callbacks: Any = (), **settings: Any) -> list[np.flo
 
 @by_name
 def test_the_rate_that_fit_applied(name: str) -> None:
-    model = linear(SGD(schedule(EXPORTED[name], UPDATES)), jit_compile=False)
+    model = linear(SGD(Scheduled(EXPORTED[name], UPDATES)), jit_compile=False)
     assert fit(model, UPDATES // 2, epochs=2) == float32(EXPORTED[name])
 
 
 def test_the_rate_that_fit_applied_compiled_by_xla() -> None:
-    model = linear(SGD(schedule(EXPORTED["restarts"], UPDATES)), jit_compile=True)
+    model = linear(SGD(Scheduled(EXPORTED["restarts"], UPDATES)), jit_compile=True)
     assert fit(model, UPDATES) == float32(EXPORTED["restarts"])
 
 
 @pytest.mark.parametrize("name", ["cosine, warm-up", "drops", "in epochs"])
 def test_a_saved_model_goes_on(name: str, tmp_path: Path) -> None:
-    model = linear(SGD(schedule(EXPORTED[name], UPDATES)), jit_compile=False)
+    model = linear(SGD(Scheduled(EXPORTED[name], UPDATES)), jit_compile=False)
     rates = fit(model, 23)
     model.save(tmp_path / "model.keras")
     model = keras.models.load_model(tmp_path / "model.keras")
@@ -124,7 +124,7 @@ def test_a_saved_model_goes_on(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ["variables first", "schedule first"])
 def test_restored_in_any_order(name: str, order: str) -> None:
     """All that Keras keeps is the count, in the optimizer's variables."""
-    first = Loop(SGD(schedule(EXPORTED[name], UPDATES)), compiled=False)
+    first = Loop(SGD(Scheduled(EXPORTED[name], UPDATES)), compiled=False)
     rates = first.run(23)
     config, values = first.optimizer.get_config(), [variable.numpy() for variable in first.optimizer.variables]
     assert values == [23]
@@ -136,7 +136,7 @@ def test_restored_in_any_order(name: str, order: str) -> None:
 
 
 def test_past_the_table_the_last_rate_is_held() -> None:
-    loop = Loop(SGD(schedule(poly(1, 50), 20)), compiled=False)
+    loop = Loop(SGD(Scheduled(poly(1, 50), 20)), compiled=False)
     assert loop.run(UPDATES) == float32(poly(1, 50).hold(19))
 
 
@@ -152,12 +152,12 @@ def test_one_rate_an_epoch(ours: Schedule) -> None:
 def test_refused() -> None:
     in_epochs = cosine(0.3, 8).in_epochs()
     with pytest.raises(Invalid, match=r"how many steps has an epoch\? .* \.bind"):
-        schedule(in_epochs, 40)
+        Scheduled(in_epochs, 40)
     with pytest.raises(Invalid, match=r"keras.callback: sets one rate an epoch, but the schedule counts steps"):
         callback(in_epochs.bind(5))
     with pytest.raises(Invalid, match="steps must be at least 1, got steps=0"):
-        schedule(poly(1, 5), 0)
-    for function in (lambda: schedule(0.1, 5), lambda: callback(0.1)):  # type: ignore[arg-type]
+        Scheduled(poly(1, 5), 0)
+    for function in (lambda: Scheduled(0.1, 5), lambda: callback(0.1)):  # type: ignore[arg-type]
         with pytest.raises(WrongType, match=r"schedule must be a schedule, .* got schedule=0.1"):
             function()
 
@@ -202,7 +202,7 @@ def test_trap_integer_rates_give_zero() -> None:
     theirs = Loop(SGD(schedules.ExponentialDecay(1, 100, 0.9)))
     assert theirs.run(5) == [1, 0, 0, 0, 0]
     ours = exponential(1, 0.9, every=100)
-    assert Loop(SGD(schedule(ours, 5))).run(5) == float32(ours, 5)
+    assert Loop(SGD(Scheduled(ours, 5))).run(5) == float32(ours, 5)
 
 
 def test_trap_gradient_accumulation_counts_micro_steps() -> None:
@@ -218,4 +218,4 @@ def test_trap_gradient_accumulation_counts_micro_steps() -> None:
     theirs = updates(SGD(schedules.PolynomialDecay(1.0, 10, 0.0), gradient_accumulation_steps=k))
     assert theirs == pytest.approx([ours(k * t + k - 1) for t in range(10)])
     assert theirs[2:] == [0] * 8  # done after a quarter
-    assert updates(SGD(schedule(ours.every(k), 10 * k), gradient_accumulation_steps=k)) == float32(ours, 10)
+    assert updates(SGD(Scheduled(ours.every(k), 10 * k), gradient_accumulation_steps=k)) == float32(ours, 10)

@@ -24,14 +24,14 @@ import samestep.schedules.exports.mxnet
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
-from samestep.schedules.exports.mxnet import scheduler
+from samestep.schedules.exports.mxnet import Scheduler as scheduler
 from samestep.schedules.kinds import constant, cosine, drops, geometric, poly
 
 by_name = pytest.mark.parametrize("name", EXPORTED)
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(samestep.schedulers.mxnet).failed == 0
+    assert doctest.testmod(samestep.schedules.exports.mxnet).failed == 0
 
 
 # The export in a training loop

@@ -19,14 +19,14 @@ from paddle.optimizer import lr as schedulers
 import samestep.schedules.exports.paddle
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
 from samestep.errors import Invalid, WrongType
-from samestep.schedules.exports.paddle import scheduler
+from samestep.schedules.exports.paddle import Scheduler as scheduler
 from samestep.schedules.kinds import cosine, drops, exponential, inverse_power, natural_exp, piecewise, poly
 
 by_name = pytest.mark.parametrize("name", EXPORTED)
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(samestep.schedulers.paddle).failed == 0
+    assert doctest.testmod(samestep.schedules.exports.paddle).failed == 0
 
 
 # The export in a training loop

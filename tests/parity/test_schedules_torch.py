@@ -23,7 +23,8 @@ import samestep.schedules.exports.torch
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
-from samestep.schedules.exports.torch import read, scheduler
+from samestep.schedules.exports.torch import Scheduler as scheduler
+from samestep.schedules.exports.torch import read
 from samestep.schedules.kinds import constant, cosine, drops, geometric, one_cycle, poly, triangle
 
 Make = Callable[[Optimizer], LRScheduler]
@@ -31,7 +32,7 @@ by_name = pytest.mark.parametrize("name", EXPORTED)
 
 
 def test_doctests() -> None:
-    assert doctest.testmod(samestep.schedulers.torch).failed == 0
+    assert doctest.testmod(samestep.schedules.exports.torch).failed == 0
 
 
 # The export in a training loop

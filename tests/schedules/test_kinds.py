@@ -26,7 +26,6 @@ from samestep.schedules.kinds import (
     cosine,
     drops,
     exponential,
-    from_json,
     geometric,
     inverse_power,
     natural_exp,
@@ -38,7 +37,7 @@ from samestep.schedules.kinds import (
 )
 from samestep.schedules.plateau import Plateau
 from samestep.schedules.powers import CHUNK, LONGEST, product
-from samestep.schedules.text import parse
+from samestep.schedules.text import from_json, parse
 
 properties = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 

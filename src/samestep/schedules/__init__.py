@@ -1,23 +1,9 @@
 """Learning rates: what a schedule is, the kinds there are, reading one from text, and the rates of a fit."""
 
+from samestep.schedules import kinds
 from samestep.schedules.algebra import Schedule
-from samestep.schedules.kinds import (
-    constant,
-    cosine,
-    drops,
-    exponential,
-    geometric,
-    inverse_power,
-    natural_exp,
-    one_cycle,
-    piecewise,
-    poly,
-    table,
-    triangle,
-)
+from samestep.schedules.kinds import *  # noqa: F403
 from samestep.schedules.plateau import Plateau
 
-__all__ = [
-    "Plateau", "Schedule", "constant", "cosine", "drops", "exponential", "geometric", "inverse_power", "natural_exp",
-    "one_cycle", "piecewise", "poly", "table", "triangle",
-]  # fmt: skip
+__all__ = ["Plateau", "Schedule"]
+__all__ += kinds.__all__

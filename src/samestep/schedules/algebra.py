@@ -1,8 +1,12 @@
-"""What every schedule can do: be called, shown, stored and combined. The schedules themselves are in schedules.py.
+"""What every schedule can do: be declared, called, shown, stored and combined. The schedules themselves are in kinds.py.
 
-Time is kept as an exact fraction n/d of two integers. At a whole t it is t/1; inside a stretched clock (a restart with
-longer and longer periods, an epoch of many steps) d grows instead of t being rounded. So the ends of periods are exact
-at any t, and `cosine(lr, 20)` stretched over epochs of 100 steps has the very bits of `cosine(lr, 2000)`.
+A schedule is declared once, as the formula of its rate: a function of the time and of its arguments, whose annotations
+say how each argument is checked. `formula` and `method` turn it into the function that users call; repr, JSON and the
+reading of text follow from its signature.
+
+Time is an exact fraction t/d of two integers. At a whole t it is t/1; inside a stretched clock (a restart with longer and
+longer periods, an epoch of many steps) d grows instead of t being rounded. So the ends of periods are exact at any t, and
+`cosine(lr, 20)` stretched over epochs of 100 steps has the very bits of `cosine(lr, 2000)`.
 
 Every rate is computed by Python's own float arithmetic, one t after the other: an array of t gives the bits that its
 elements give, on every processor.
@@ -12,10 +16,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, overload
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from typing import Annotated, Any, Concatenate, ParamSpec, get_origin, get_type_hints, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +31,114 @@ from samestep.schedules.powers import power
 
 VERSION = 1  # of the JSON form
 LIMIT = 2**63  # t must be below: what an int64 holds
-OPS: dict[str, Callable[..., Schedule]] = {}  # how each operation is made; schedules.py adds its own
+# For repr: the sign, and how tightly it binds; a call binds by 3.
+SIGNS = {"add": ("+", 1), "multiply": ("*", 2), "scale": ("*", 2)}
+
+P = ParamSpec("P")
+Check = Callable[[str, str, Any], Any]  # of one argument, as in checks.py: where, name and value to the value kept
+Need = Callable[[str, dict[str, Any]], None]  # of all together: refuses them, or fills one in
+
+
+def must_be_schedule(where: str, name: str, value: Any) -> Schedule:
+    if not isinstance(value, Schedule):
+        raise WrongType(f"{where}: {name} must be a schedule, such as constant(0.1), got {name}={show(value)}")
+    return value
+
+
+def _count_or_none(where: str, name: str, value: Any) -> int | None:
+    return None if value is None else whole(where, name, value, 1)
+
+
+def one_of(*choices: str) -> Check:
+    return partial(choice, choices=choices)
+
+
+Part = Annotated["Schedule", must_be_schedule]
+Rate = Annotated[float, number]
+Steps = Annotated[int, whole]  # 0 or more
+Count = Annotated[int, partial(whole, least=1)]
+CountOrNone = Annotated[int | None, _count_or_none]
+Flag = Annotated[bool, flag]
+
+
+@cache
+def checks(function: Callable[..., Any]) -> dict[str, Check]:
+    """How the arguments of a function are checked: the second part of each Annotated[type, check]."""
+    hints = get_type_hints(function, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def checked(where: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function was given, each as its check returns it."""
+    return {name: check(where, name, given[name]) for name, check in checks(function).items()}
+
+
+def ordered(low: str, high: str) -> Need:
+    return lambda op, given: at_most(op, low, given[low], high, given[high])
+
+
+def in_steps(op: str, given: dict[str, Any]) -> None:
+    if any(isinstance(value, Schedule) and value.unit == "epochs" for value in given.values()):
+        raise Invalid(f"{op}: counts steps, but the schedule epochs: put .{op}(...) before .in_epochs()")
+
+
+def no_unit_yet(op: str, given: dict[str, Any]) -> None:
+    if given["self"]._epochs():
+        raise Invalid(f"{op}: the schedule has its unit already: .in_epochs() was applied to a part of it")
+
+
+def same_unit(op: str, given: dict[str, Any]) -> None:
+    if given["a"].unit != given["b"].unit:
+        sign, _ = SIGNS[op]
+        raise Invalid(f"{sign}: one side counts steps, the other epochs: combine first, (a {sign} b).in_epochs()")
+
+
+FORMULAS: dict[str, Callable[..., float]] = {}  # what was declared, by name
+OPS: dict[str, Callable[..., Schedule]] = {}  # what users call: without the time, it makes a schedule
+
+
+@cache
+def parameters(op: str) -> dict[str, inspect.Parameter]:
+    """The arguments of an operation, by their names in JSON, where `self` is `of`."""
+    return {"of" if name == "self" else name: p for name, p in inspect.signature(OPS[op]).parameters.items()}
+
+
+def formula(*needs: Need) -> Callable[[Callable[Concatenate[int, int, P], float]], Callable[P, Schedule]]:
+    """Declares a schedule by its formula: the rate at time t/d."""
+    return partial(_declare, needs)
+
+
+def method(
+    *needs: Need,
+) -> Callable[[Callable[Concatenate[Schedule, int, int, P], float]], Callable[Concatenate[Schedule, P], Schedule]]:
+    """The same for a schedule that is made of another, `self`."""
+    return partial(_declare, needs)
+
+
+def _declare(needs: tuple[Need, ...], formula: Callable[..., float]) -> Callable[..., Schedule]:
+    op, signature = formula.__name__, inspect.signature(formula)
+    timeless = [p for p in signature.parameters.values() if p.name not in ("t", "d")]
+    signature = signature.replace(parameters=timeless, return_annotation="Schedule")
+
+    @wraps(formula)
+    def make(*args: Any, **named: Any) -> Schedule:
+        try:
+            bound = signature.bind(*args, **named)
+        except TypeError as error:
+            raise TypeError(f"{op}() {error}") from None
+        bound.apply_defaults()
+        given = bound.arguments | checked(op, formula, bound.arguments)
+        for need in needs:
+            need(op, given)
+        return Schedule(op, tuple(given.values()))
+
+    vars(make)["__signature__"] = signature
+    FORMULAS[op], OPS[op] = formula, make
+    return make
 
 
 @dataclass(frozen=True, repr=False)
-class Schedule(Exports, ABC):
+class Schedule(Exports):
     """The learning rate as a pure function of t, the number of updates already made: the first update uses s(0).
 
     Call it with a whole number for a float, with an array of them for an array of float64. Schedules are values: frozen,
@@ -43,13 +150,20 @@ class Schedule(Exports, ABC):
     (0.75, 0.5, 0.75, 0.75, 0.6, 0.5, 1.5)
     """
 
-    op: ClassVar[str]
-    binding: ClassVar[int] = 3  # how tightly its repr holds together: 1 a sum, 2 a product, 3 a call
+    op: str
+    arguments: tuple[Any, ...]  # checked, all of them
     __array_ufunc__ = None  # so that np.float64(2) * s asks the schedule, not NumPy
 
-    @abstractmethod
-    def _at(self, n: int, d: int) -> float:
-        """The rate at time n/d."""
+    def __post_init__(self) -> None:
+        """Arguments can be read by their names, s.lr, but for `values`, `every` and `floor`, which are methods."""
+        named = zip(parameters(self.op), self.arguments, strict=True)
+        vars(self).update({name: value for name, value in named if not hasattr(Schedule, name)})
+
+    def _at(self, t: int, d: int) -> float:
+        """The rate at time t/d."""
+        if self.op in METHODS:
+            return FORMULAS[self.op](self.arguments[0], t, d, *self.arguments[1:])
+        return FORMULAS[self.op](t, d, *self.arguments)
 
     @overload
     def __call__(self, t: int | np.integer[Any]) -> float: ...
@@ -78,7 +192,10 @@ class Schedule(Exports, ABC):
         """The rates of the first n updates: s(0), ..., s(n - 1)."""
         return self(np.arange(whole("values", "n", n)))
 
-    def warmup(self, n: int, start: float = 0.0, mode: str = "linear") -> Schedule:
+    @method(in_steps)
+    def warmup(
+        self, t: int, d: int, n: Steps, start: Rate = 0.0, mode: Annotated[str, one_of("linear", "constant")] = "linear"
+    ) -> float:
         """Go from `start` to s(0) in n updates (or stay at `start`: mode="constant"), then follow s from its beginning.
 
         η(t) = start + (s(0) − start)·t/n for t < n, then s(t − n).
@@ -87,16 +204,17 @@ class Schedule(Exports, ABC):
         >>> constant(1.0).warmup(4).values(6).tolist()
         [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
         """
-        _in_steps("warmup", self)
-        mode = choice("warmup", "mode", mode, ("linear", "constant"))
-        return Warmup(self, whole("warmup", "n", n), number("warmup", "start", start), mode)
+        if t >= n * d:
+            return self._at(t - n * d, d)
+        return start if mode == "constant" else start + (self._at(0, 1) - start) * t / (n * d)
 
-    def then(self, other: Schedule, at: int) -> Schedule:
+    @method(in_steps)
+    def then(self, t: int, d: int, other: Part, at: Steps) -> float:
         """Follow s until t = at, then `other` from its beginning: η(t) = s(t) for t < at, then other(t − at)."""
-        _in_steps("then", self, must_be_schedule("then", "other", other))
-        return Then(self, other, whole("then", "at", at))
+        return self._at(t, d) if t < at * d else other._at(t - at * d, d)
 
-    def restart(self, period: int, mult: int = 1, decay: float = 1.0) -> Schedule:
+    @method(in_steps)
+    def restart(self, t: int, d: int, period: Count, mult: Count = 1, decay: Rate = 1.0) -> float:
         """Begin s again after each period; a period is `mult` times as long as the one before, and s stretched to fill it.
 
         In period k, which starts at a_k = period·(1 + mult + … + mult^(k−1)): η(t) = decay^k · s((t − a_k) / mult^k).
@@ -106,36 +224,40 @@ class Schedule(Exports, ABC):
         >>> poly(1.0, 2).restart(2, mult=2, decay=0.5).values(8).tolist()
         [1.0, 0.5, 0.5, 0.375, 0.25, 0.125, 0.25, 0.21875]
         """
-        _in_steps("restart", self)
-        period, mult = whole("restart", "period", period, 1), whole("restart", "mult", mult, 1)
-        return Restart(self, period, mult, number("restart", "decay", decay))
+        k, length = 0, period * d
+        if mult == 1:
+            k, t = divmod(t, length)
+        while t >= length:
+            k, t, d, length = k + 1, t - length, d * mult, length * mult
+        return power(decay, k) * self._at(t, d)
 
-    def shift(self, k: int) -> Schedule:
+    @method(in_steps)
+    def shift(self, t: int, d: int, k: Steps) -> float:
         """Skip the first k rates: η(t) = s(t + k)."""
-        _in_steps("shift", self)
-        return Shift(self, whole("shift", "k", k))
+        return self._at(t + k * d, d)
 
-    def hold(self, at: int) -> Schedule:
+    @method(in_steps)
+    def hold(self, t: int, d: int, at: Steps) -> float:
         """Stay at s(at) from t = at on: η(t) = s(min(t, at))."""
-        _in_steps("hold", self)
-        return Hold(self, whole("hold", "at", at))
+        return self._at(t, d) if t < at * d else self._at(at, 1)
 
-    def every(self, n: int) -> Schedule:
+    @method(in_steps)
+    def every(self, t: int, d: int, n: Count) -> float:
         """Use each rate for n updates: η(t) = s(⌊t/n⌋)."""
-        _in_steps("every", self)
-        return Every(self, whole("every", "n", n, 1))
+        return self._at(t // (n * d), 1)
 
-    def clip(self, lo: float, hi: float) -> Schedule:
+    @method(ordered("lo", "hi"))
+    def clip(self, t: int, d: int, lo: Rate, hi: Rate) -> float:
         """Keep the rate between lo and hi: η(t) = min(max(s(t), lo), hi)."""
-        lo, hi = number("clip", "lo", lo), number("clip", "hi", hi)
-        at_most("clip", "lo", lo, "hi", hi)
-        return Clip(self, lo, hi)
+        return min(max(self._at(t, d), lo), hi)
 
-    def floor(self, lo: float) -> Schedule:
+    @method()
+    def floor(self, t: int, d: int, lo: Rate) -> float:
         """Keep the rate at lo or above: η(t) = max(s(t), lo)."""
-        return Floor(self, number("floor", "lo", lo))
+        return max(self._at(t, d), lo)
 
-    def in_epochs(self, steps_per_epoch: int | None = None, smooth: bool = False) -> Schedule:
+    @method(no_unit_yet)
+    def in_epochs(self, t: int, d: int, steps_per_epoch: CountOrNone = None, smooth: Flag = False) -> float:
         """Count epochs where s counts t: s(e) holds through epoch e; smooth: s moves within the epoch as well.
 
         η(t) = s(⌊t / steps_per_epoch⌋), smooth: s(t / steps_per_epoch). Without steps_per_epoch, the Trainer supplies it.
@@ -144,21 +266,20 @@ class Schedule(Exports, ABC):
         >>> poly(1.0, 4).in_epochs(2).values(6).tolist()
         [1.0, 1.0, 0.75, 0.75, 0.5, 0.5]
         """
-        if self._epochs():
-            raise Invalid("in_epochs: the schedule has its unit already: .in_epochs() was applied to a part of it")
-        if steps_per_epoch is not None:
-            steps_per_epoch = whole("in_epochs", "steps_per_epoch", steps_per_epoch, 1)
-        return InEpochs(self, steps_per_epoch, flag("in_epochs", "smooth", smooth))
+        if steps_per_epoch is None:
+            raise Invalid("in_epochs: how many steps has an epoch? say .in_epochs(steps_per_epoch), or .bind(...)")
+        d *= steps_per_epoch
+        return self._at(t, d) if smooth else self._at(t // d, 1)
 
     def __add__(self, other: Any) -> Schedule:
-        return Add(self, _same_unit("+", self, other))
+        if not isinstance(other, Schedule):
+            raise WrongType(f"+: both sides must be schedules, such as constant(0.1), got {show(other)}")
+        return add(self, other)
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Schedule:
-        if isinstance(other, Schedule):
-            return Multiply(self, _same_unit("*", self, other))
-        return Scale(self, number("*", "factor", other))
+        return multiply(self, other) if isinstance(other, Schedule) else scale(self, number("*", "factor", other))
 
     __rmul__ = __mul__
 
@@ -167,32 +288,33 @@ class Schedule(Exports, ABC):
     @property
     def unit(self) -> str:
         """What the schedule counts: "steps", or "epochs" as long as nobody said how many steps an epoch has."""
-        return "epochs" if any(part.steps_per_epoch is None for part in self._epochs()) else "steps"
+        return "epochs" if None in self._epochs() else "steps"
 
     def bind(self, steps_per_epoch: int) -> Schedule:
         """The schedule in steps, for epochs of so many; one that is in steps already is returned as it is."""
-        whole("bind", "steps_per_epoch", steps_per_epoch, 1)
-        bound = {
-            field.name: value.bind(steps_per_epoch)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), Schedule) and value.unit == "epochs"
-        }
-        return replace(self, **bound) if bound else self
+        n = whole("bind", "steps_per_epoch", steps_per_epoch, 1)
+        if self.unit == "steps":
+            return self
+        if self.op == "in_epochs":
+            of, _, smooth = self.arguments
+            return Schedule(self.op, (of, n, smooth))
+        return Schedule(self.op, tuple(x.bind(n) if isinstance(x, Schedule) else x for x in self.arguments))
 
-    def _epochs(self) -> list[InEpochs]:
-        """The parts of it that count epochs."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [part for value in values if isinstance(value, Schedule) for part in value._epochs()]
+    def _epochs(self) -> list[int | None]:
+        """The steps per epoch of each part that counts epochs."""
+        if self.op == "in_epochs":
+            return [self.arguments[1]]
+        return [n for value in self.arguments if isinstance(value, Schedule) for n in value._epochs()]
 
     # Showing and storing
 
-    def _arguments(self) -> list[tuple[inspect.Parameter, Any]]:
-        parameters = inspect.signature(OPS[self.op]).parameters.values()
-        return [(p, getattr(self, field.name)) for p, field in zip(parameters, fields(self), strict=True)]
-
     def __repr__(self) -> str:
+        if self.op in SIGNS:
+            sign, binding = SIGNS[self.op]
+            left, right = reversed(self.arguments) if self.op == "scale" else self.arguments
+            return f"{_held(left, binding)} {sign} {_held(right, binding + 1)}"
         head, shown = self.op, []
-        for parameter, value in self._arguments():
+        for parameter, value in zip(parameters(self.op).values(), self.arguments, strict=True):
             text = repr(list(value) if isinstance(value, tuple) else value)
             if parameter.name == "self":
                 head = f"{_held(value, 3)}.{self.op}"
@@ -205,197 +327,31 @@ class Schedule(Exports, ABC):
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` turns back into an equal schedule."""
         result: dict[str, Any] = {"op": self.op, "version": VERSION}
-        for parameter, value in self._arguments():
+        for name, value in zip(parameters(self.op), self.arguments, strict=True):
             plain = value.to_json() if isinstance(value, Schedule) else value
-            name = "of" if parameter.name == "self" else parameter.name
             result[name] = list(plain) if isinstance(plain, tuple) else plain
         return result
 
 
-def must_be_schedule(where: str, name: str, value: Any) -> Schedule:
-    if not isinstance(value, Schedule):
-        raise WrongType(f"{where}: {name} must be a schedule, such as constant(0.1), got {name}={show(value)}")
-    return value
-
-
-def _in_steps(where: str, *schedules: Schedule) -> None:
-    if any(schedule.unit == "epochs" for schedule in schedules):
-        raise Invalid(f"{where}: counts steps, but the schedule epochs: put .{where}(...) before .in_epochs()")
-
-
-def _same_unit(sign: str, mine: Schedule, other: Any) -> Schedule:
-    if not isinstance(other, Schedule):
-        raise WrongType(f"{sign}: both sides must be schedules, such as constant(0.1), got {show(other)}")
-    if mine.unit != other.unit:
-        raise Invalid(f"{sign}: one side counts steps, the other epochs: combine first, (a {sign} b).in_epochs()")
-    return other
-
-
-def _held(schedule: Schedule, binding: int) -> str:
+def _held(value: Any, binding: int) -> str:
     """Its repr, in parentheses where it would otherwise fall apart."""
-    return repr(schedule) if schedule.binding >= binding else f"({schedule!r})"
+    loose = isinstance(value, Schedule) and SIGNS.get(value.op, ("", 3))[1] < binding
+    return f"({value!r})" if loose else repr(value)
 
 
-@dataclass(frozen=True, repr=False)
-class Warmup(Schedule):
-    op = "warmup"
-    of: Schedule
-    n: int
-    start: float
-    mode: str
-
-    def _at(self, n: int, d: int) -> float:
-        if n >= self.n * d:
-            return self.of._at(n - self.n * d, d)
-        if self.mode == "constant":
-            return self.start
-        return self.start + (self.of._at(0, 1) - self.start) * n / (self.n * d)
+METHODS = dict(OPS)  # those that are declared so far
 
 
-@dataclass(frozen=True, repr=False)
-class Then(Schedule):
-    op = "then"
-    of: Schedule
-    other: Schedule
-    at: int
-
-    def _at(self, n: int, d: int) -> float:
-        return self.of._at(n, d) if n < self.at * d else self.other._at(n - self.at * d, d)
+@formula(same_unit)
+def add(t: int, d: int, a: Part, b: Part) -> float:
+    return a._at(t, d) + b._at(t, d)
 
 
-@dataclass(frozen=True, repr=False)
-class Restart(Schedule):
-    op = "restart"
-    of: Schedule
-    period: int
-    mult: int
-    decay: float
-
-    def _at(self, n: int, d: int) -> float:
-        k, length = 0, self.period * d
-        if self.mult == 1:
-            k, n = divmod(n, length)
-        while n >= length:
-            k, n, d, length = k + 1, n - length, d * self.mult, length * self.mult
-        return power(self.decay, k) * self.of._at(n, d)
+@formula(same_unit)
+def multiply(t: int, d: int, a: Part, b: Part) -> float:
+    return a._at(t, d) * b._at(t, d)
 
 
-@dataclass(frozen=True, repr=False)
-class Shift(Schedule):
-    op = "shift"
-    of: Schedule
-    k: int
-
-    def _at(self, n: int, d: int) -> float:
-        return self.of._at(n + self.k * d, d)
-
-
-@dataclass(frozen=True, repr=False)
-class Hold(Schedule):
-    op = "hold"
-    of: Schedule
-    at: int
-
-    def _at(self, n: int, d: int) -> float:
-        return self.of._at(n, d) if n < self.at * d else self.of._at(self.at, 1)
-
-
-@dataclass(frozen=True, repr=False)
-class Every(Schedule):
-    op = "every"
-    of: Schedule
-    n: int
-
-    def _at(self, n: int, d: int) -> float:
-        return self.of._at(n // (self.n * d), 1)
-
-
-@dataclass(frozen=True, repr=False)
-class Clip(Schedule):
-    op = "clip"
-    of: Schedule
-    lo: float
-    hi: float
-
-    def _at(self, n: int, d: int) -> float:
-        return min(max(self.of._at(n, d), self.lo), self.hi)
-
-
-@dataclass(frozen=True, repr=False)
-class Floor(Schedule):
-    op = "floor"
-    of: Schedule
-    lo: float
-
-    def _at(self, n: int, d: int) -> float:
-        return max(self.of._at(n, d), self.lo)
-
-
-@dataclass(frozen=True, repr=False)
-class InEpochs(Schedule):
-    op = "in_epochs"
-    of: Schedule
-    steps_per_epoch: int | None
-    smooth: bool
-
-    def bind(self, steps_per_epoch: int) -> Schedule:
-        n = whole("bind", "steps_per_epoch", steps_per_epoch, 1)
-        return replace(self, steps_per_epoch=n) if self.steps_per_epoch is None else self
-
-    def _epochs(self) -> list[InEpochs]:
-        return [self]
-
-    def _at(self, n: int, d: int) -> float:
-        if self.steps_per_epoch is None:
-            raise Invalid("in_epochs: how many steps has an epoch? say .in_epochs(steps_per_epoch), or .bind(...)")
-        d *= self.steps_per_epoch
-        return self.of._at(n, d) if self.smooth else self.of._at(n // d, 1)
-
-
-@dataclass(frozen=True, repr=False)
-class Add(Schedule):
-    op, binding = "add", 1
-    a: Schedule
-    b: Schedule
-
-    def _at(self, n: int, d: int) -> float:
-        return self.a._at(n, d) + self.b._at(n, d)
-
-    def __repr__(self) -> str:
-        return f"{_held(self.a, 1)} + {_held(self.b, 2)}"
-
-
-@dataclass(frozen=True, repr=False)
-class Multiply(Schedule):
-    op, binding = "multiply", 2
-    a: Schedule
-    b: Schedule
-
-    def _at(self, n: int, d: int) -> float:
-        return self.a._at(n, d) * self.b._at(n, d)
-
-    def __repr__(self) -> str:
-        return f"{_held(self.a, 2)} * {_held(self.b, 3)}"
-
-
-@dataclass(frozen=True, repr=False)
-class Scale(Schedule):
-    op, binding = "scale", 2
-    of: Schedule
-    by: float
-
-    def _at(self, n: int, d: int) -> float:
-        return self.by * self.of._at(n, d)
-
-    def __repr__(self) -> str:
-        return f"{self.by!r} * {_held(self.of, 3)}"
-
-
-METHODS: dict[str, Callable[..., Schedule]] = {
-    name: getattr(Schedule, name)
-    for name in ("warmup", "then", "restart", "shift", "hold", "every", "clip", "floor", "in_epochs")
-}
-OPS.update(METHODS)
-OPS["add"] = lambda a, b: must_be_schedule("add", "a", a) + b
-OPS["multiply"] = lambda a, b: must_be_schedule("multiply", "a", a) * must_be_schedule("multiply", "b", b)
-OPS["scale"] = lambda of, by: must_be_schedule("scale", "of", of) * number("scale", "by", by)
+@formula()
+def scale(t: int, d: int, of: Part, by: Rate) -> float:
+    return by * of._at(t, d)

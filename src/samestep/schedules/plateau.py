@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from samestep.checks import at_most, choice, finite, number, show, whole
+from samestep.checks import at_most, finite, show, whole
 from samestep.errors import Invalid, WrongType
-from samestep.schedules.algebra import Schedule
+from samestep.schedules.algebra import Rate, Schedule, Steps, checked, one_of
 from samestep.schedules.kinds import piecewise
 
 VERSION = 1  # of the stored state
@@ -29,24 +29,17 @@ class Plateau:
 
     def __init__(
         self,
-        lr: float,
-        factor: float = 0.5,
-        patience: int = 10,
-        threshold: float = 1e-4,
-        cooldown: int = 0,
-        floor: float = 0.0,
-        mode: str = "min",
-        threshold_mode: str = "rel",
-        eps: float = 1e-8,
+        lr: Rate,
+        factor: Rate = 0.5,
+        patience: Steps = 10,
+        threshold: Rate = 1e-4,
+        cooldown: Steps = 0,
+        floor: Rate = 0.0,
+        mode: Annotated[str, one_of("min", "max")] = "min",
+        threshold_mode: Annotated[str, one_of("rel", "abs")] = "rel",
+        eps: Rate = 1e-8,
     ) -> None:
-        self.settings: dict[str, Any] = {
-            "lr": number("Plateau", "lr", lr), "factor": number("Plateau", "factor", factor),
-            "patience": whole("Plateau", "patience", patience), "threshold": number("Plateau", "threshold", threshold),
-            "cooldown": whole("Plateau", "cooldown", cooldown), "floor": number("Plateau", "floor", floor),
-            "mode": choice("Plateau", "mode", mode, ("min", "max")),
-            "threshold_mode": choice("Plateau", "threshold_mode", threshold_mode, ("rel", "abs")),
-            "eps": number("Plateau", "eps", eps),
-        }  # fmt: skip
+        self.settings = checked("Plateau", Plateau.__init__, locals())
         at_most("Plateau", "floor", self.settings["floor"], "lr", self.settings["lr"])
         if self.settings["factor"] >= 1:
             raise Invalid(f"Plateau: factor must be below 1, got factor={factor}")
@@ -92,11 +85,10 @@ class Plateau:
         return self.lr
 
     def _is_better(self, metric: float, best: float) -> bool:
-        threshold = self.settings["threshold"]
-        relative = self.settings["threshold_mode"] == "rel"
-        if self.settings["mode"] == "min":
-            return bool(metric < (best * (1.0 - threshold) if relative else best - threshold))
-        return bool(metric > (best * (threshold + 1.0) if relative else best + threshold))
+        sign = 1.0 if self.settings["mode"] == "min" else -1.0  # greater is less, seen from the other side of 0
+        threshold = sign * self.settings["threshold"]
+        bound = best * (1.0 - threshold) if self.settings["threshold_mode"] == "rel" else best - threshold
+        return bool(sign * metric < sign * bound)
 
     def trace(self) -> Schedule:
         """What happened, as a schedule that replays it, in the unit in which it was observed.
@@ -130,9 +122,8 @@ class Plateau:
         """Go on from the `state()` of a Plateau with the same settings."""
         keys = self.state().keys()
         if not isinstance(state, dict) or state.keys() != keys:
-            raise WrongType(
-                f"restore: state must be what state() gave, with {', '.join(keys)}, got state={show(state)}"
-            )
+            allowed = f"what state() gave, with {', '.join(keys)}"
+            raise WrongType(f"restore: state must be {allowed}, got state={show(state)}")
         if state["version"] != VERSION:
             raise Invalid(f"restore: version must be {VERSION}, got version={show(state['version'])}")
         if state["settings"] != self.settings:

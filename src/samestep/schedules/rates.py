@@ -14,6 +14,7 @@ Whatever it is, the rate of an update depends on t (and for Plateau on the metri
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,27 +24,19 @@ from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
 from samestep.schedules.kinds import constant, table
 from samestep.schedules.plateau import Plateau
+from samestep.schedules.text import parse
 
 if TYPE_CHECKING:
     from samestep.backends import Backend, Shape, Updater
-
-DEFAULT = 0.1
 
 
 def check_schedule(schedule: Any) -> Any:
     """What a user passed as `schedule`, a number or an expression turned into a schedule; other kinds as they are."""
     if isinstance(schedule, str):
-        from samestep.schedules.text import parse
-
         return parse(schedule)
     if schedule is None or callable(schedule) or isinstance(schedule, Plateau) or hasattr(schedule, "step"):
         return schedule
     return constant(rate("schedule", schedule))
-
-
-def is_scheduler(schedule: Any) -> bool:
-    """Whether a framework's scheduler counts by itself. Paddle's and MXNet's can be called, too, but mean another t."""
-    return callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")
 
 
 class Rates:
@@ -54,7 +47,6 @@ class Rates:
     ) -> None:
         self.steps, self.dtype = steps_per_epoch, shape.dtype
         self.plateau: Plateau | None = None
-        self.given = schedule
         if schedule is not None and getattr(updater, "fixed", False):
             raise Invalid(
                 "schedule cannot be applied: this optimizer has its rate inside. Pass the function that makes it from a rate "
@@ -62,23 +54,23 @@ class Rates:
             )
         if schedule is None:
             own = updater.rate()
-            self._rate = self.given = constant(DEFAULT if own is None else own)
-        elif isinstance(schedule, Plateau):
+            schedule = constant(0.1 if own is None else own)
+        if isinstance(schedule, Plateau):
             self._past = schedule.state()
-            self.plateau = Plateau.from_state(self._past)  # a copy: the user's is left as it was
+            self.plateau = plateau = Plateau.from_state(self._past)  # a copy: the user's is left as it was
+            self._rate: Callable[[int], Any] = lambda t: plateau.lr
             if schedule.settings["mode"] == "max" and shape.classes is None:
                 raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
-        elif callable(schedule) and not is_scheduler(schedule):
+        elif callable(schedule) and not (callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")):
             self._rate = schedule
-        else:
-            self._rate = table(backend.rates(schedule, steps_per_epoch * max_epochs))
+        else:  # a framework's scheduler, which counts by itself: Paddle's and MXNet's can be called, but mean another t
+            self._rate = schedule = table(backend.rates(schedule, steps_per_epoch * max_epochs))
+        self.given = schedule
 
     def epoch(self, epoch: int) -> list[float]:
         """The rates of all updates of an epoch."""
-        if self.plateau:
-            return [self._rounded(self.plateau.lr)] * self.steps
         first = epoch * self.steps
         return [self._rounded(rate(f"schedule({t})", self._rate(t))) for t in range(first, first + self.steps)]
 
@@ -94,9 +86,7 @@ class Rates:
             return f"Plateau.from_state({self._past})"
         if isinstance(self.given, (Schedule, Plateau)):
             return repr(self.given)
-        return getattr(self.given, "__qualname__", None) or (
-            repr(self._rate) if isinstance(self._rate, Schedule) else type(self.given).__qualname__
-        )
+        return str(getattr(self.given, "__qualname__", type(self.given).__qualname__))
 
     def applied(self) -> Schedule | None:
         """The schedule that was applied, in steps, if it is one: for Plateau, its trace."""

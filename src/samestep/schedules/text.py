@@ -1,7 +1,7 @@
-"""Reading a schedule from text, such as 'cosine(0.3, 20, end=0.01).warmup(5)', without ever evaluating it as code.
+"""Reading a schedule from JSON, or from text, such as 'cosine(0.3, 20, end=0.01).warmup(5)', which is never run as code.
 
-Python's parser gives the tree; only what is listed here is then built: numbers, strings, lists, True, False, None, + and *,
-the schedules, and their methods. Length and depth are limited, so that no text can take long.
+Python's parser gives the tree of a text; only what is listed here is then built: numbers, strings, lists, True, False,
+None, + and *, the schedules, and their methods. Length and depth are limited, so that no text can take long.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 from samestep.checks import nearest, show
 from samestep.errors import Invalid, WrongType
-from samestep.schedules.algebra import METHODS, Schedule
+from samestep.schedules.algebra import FORMULAS, METHODS, OPS, VERSION, Schedule, checks, must_be_schedule, parameters
 from samestep.schedules.kinds import SCHEDULES
 
 LONGEST = 20_000  # characters
-DEEPEST = 100  # levels of the tree
+DEEPEST = 100  # levels of the tree, and schedules within schedules in JSON
 
 
 def parse(text: str) -> Schedule:
@@ -70,23 +70,23 @@ def _build(node: ast.expr, depth: int) -> Any:
                 _refuse(node)  # among others 'x' * 10**9
             return a + b if isinstance(sign, ast.Add) else a * b
         case ast.Call(func=ast.Name(id=name)):
-            if name not in SCHEDULES:
-                raise Invalid(f"schedule: no schedule is called {show(name)}; {nearest(name, SCHEDULES)}")
-            return _call(SCHEDULES[name], [], node, depth)
+            return _call(_known("no schedule is called", name, SCHEDULES), [], node, depth)
         case ast.Call(func=ast.Attribute(value=value, attr=name)):
-            if name not in METHODS:
-                raise Invalid(f"schedule: a schedule has no method {show(name)}; {nearest(name, METHODS)}")
+            make = _known("a schedule has no method", name, METHODS)
             of = _build(value, depth)
             if not isinstance(of, Schedule):
                 raise Invalid(f"schedule: .{name}() needs a schedule before the dot, got {show(of)}")
-            return _call(METHODS[name], [of], node, depth)
-        case ast.Name(id=name) if name in SCHEDULES:
-            raise Invalid(
-                f"schedule: {name} needs arguments: {', '.join(inspect.signature(SCHEDULES[name]).parameters)}"
-            )
+            return _call(make, [of], node, depth)
         case ast.Name(id=name):
-            raise Invalid(f"schedule: unknown name {show(name)}; {nearest(name, SCHEDULES)}")
+            make = _known("unknown name", name, SCHEDULES)
+            raise Invalid(f"schedule: {name} needs arguments: {', '.join(inspect.signature(make).parameters)}")
     _refuse(node)
+
+
+def _known(message: str, name: str, known: dict[str, Callable[..., Schedule]]) -> Callable[..., Schedule]:
+    if name not in known:
+        raise Invalid(f"schedule: {message} {show(name)}; {nearest(name, known)}")
+    return known[name]
 
 
 def _call(make: Callable[..., Schedule], before: list[Any], node: ast.Call, depth: int) -> Schedule:
@@ -104,11 +104,46 @@ def _call(make: Callable[..., Schedule], before: list[Any], node: ast.Call, dept
 
 
 def _refuse(node: ast.expr) -> NoReturn:
-    raise Invalid(f"schedule: {_code(node)} is not allowed: only schedules, their methods, numbers, lists, + and *")
-
-
-def _code(node: ast.expr) -> str:
     try:
-        return show(ast.unparse(node))
+        code = show(ast.unparse(node))
     except (RecursionError, ValueError):
-        return f"what stands at column {node.col_offset + 1}"
+        code = f"what stands at column {node.col_offset + 1}"
+    raise Invalid(f"schedule: {code} is not allowed: only schedules, their methods, numbers, lists, + and *")
+
+
+def from_json(stored: dict[str, Any], depth: int = DEEPEST) -> Schedule:
+    """The schedule that `to_json` stored.
+
+    >>> from_json({"op": "warmup", "version": 1, "of": {"op": "constant", "version": 1, "lr": 0.1}, "n": 5})
+    constant(0.1).warmup(5)
+    """
+    if not isinstance(stored, dict):
+        raise WrongType(f"from_json: a schedule must be an object with op and version, got {show(stored)}")
+    if depth == 0:
+        raise Invalid(f"from_json: schedules must be nested at most {DEEPEST} deep")
+    op, version = stored.get("op"), stored.get("version")
+    if not isinstance(op, str) or op not in OPS:
+        raise Invalid(f"from_json: there is no op {show(op)}; {nearest(op, OPS)}")
+    if version != VERSION:
+        raise Invalid(f"from_json: {op}: version must be {VERSION}, got version={show(version)}")
+    known, checked_by = parameters(op), checks(FORMULAS[op])
+    arguments = {}
+    for name, value in stored.items():
+        if name in known:
+            is_part = name == "of" or checked_by[name] is must_be_schedule
+            arguments[known[name].name] = from_json(value, depth - 1) if is_part else value
+        elif name not in ("op", "version"):
+            raise Invalid(f"from_json: {op} has {', '.join(known)}, got {show(name)}")
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in stored:
+            raise Invalid(f"from_json: {op} needs {name}, got {', '.join(map(show, stored))}")
+    return OPS[op](**arguments)
+
+
+def check_state(where: str, schedule: Schedule, state: dict[str, Any], own: dict[str, Any]) -> None:
+    """Refuse a state that is not like the `own` one of a framework's scheduler, or of another schedule."""
+    if state.keys() != own.keys():
+        raise Invalid(f"{where}: the state must be that of {schedule}, got {show(state)}")
+    stored = from_json(state["schedule"])
+    if stored != schedule:
+        raise Invalid(f"{where}: the state must be that of {schedule}, got that of {stored}")

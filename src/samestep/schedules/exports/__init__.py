@@ -1,7 +1,8 @@
 """A schedule as an object of each framework: a scheduler that its own training loop takes, one file each.
 
-Rates are computed in float64 by the schedule itself and rounded once, to float32, by the framework or in a table. Only
-the file of a framework imports it; `Exports` gives every schedule the methods that lead there.
+Rates are computed in float64 by the schedule itself and rounded once, to float32, by the framework or in a table. A table
+has the first `steps` rates, 4 bytes each, and stays at the last, s(steps - 1): give as many steps as will be trained.
+Only the file of a framework imports it; `Exports` gives every schedule the methods that lead there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Exports:
 
     def torch(self, optimizer: Any, last_epoch: int = -1) -> Any:
         """A torch.optim.lr_scheduler.LRScheduler for this optimizer: call its step() after every update."""
-        return _file("torch").scheduler(self, optimizer, last_epoch)
+        return _file("torch").Scheduler(self, optimizer, last_epoch)
 
     def optax(self, steps: int) -> Any:
         """A function of the count, as optax has them, under jit too: a table of `steps` rates; the last is held."""
@@ -36,7 +37,7 @@ class Exports:
 
     def keras(self, steps: int) -> Any:
         """A keras LearningRateSchedule: a table of `steps` rates; the last is held."""
-        return _file("keras").schedule(self, steps)
+        return _file("keras").Scheduled(self, steps)
 
     def keras_callback(self) -> Any:
         """A Keras callback that sets the rate of every epoch."""
@@ -44,8 +45,8 @@ class Exports:
 
     def paddle(self, last_epoch: int = -1) -> Any:
         """A paddle.optimizer.lr.LRScheduler."""
-        return _file("paddle").scheduler(self, last_epoch)
+        return _file("paddle").Scheduler(self, last_epoch)
 
     def mxnet(self) -> Any:
         """An mxnet.lr_scheduler.LRScheduler."""
-        return _file("mxnet").scheduler(self)
+        return _file("mxnet").Scheduler(self)

@@ -10,16 +10,25 @@ import numpy as np
 from samestep.checks import whole
 from samestep.errors import Invalid
 from samestep.schedules.algebra import Schedule, must_be_schedule
-from samestep.schedules.kinds import from_json
+from samestep.schedules.text import from_json
 
 
 @keras.saving.register_keras_serializable(package="samestep")
 class Scheduled(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, unused-ignore]
-    """What `schedule` returns: the first `steps` rates as a table of float32."""
+    """The schedule for a Keras optimizer, SGD(learning_rate=Scheduled(s, steps)), eager, compiled or in `fit`.
+
+    A table of `steps` rates. With gradient_accumulation_steps=k Keras counts the parts of a step: use s.every(k), and k
+    times the steps. Import this module before a saved model is loaded.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> [float(Scheduled(poly(1.0, 4), 4)(step)) for step in (0, 1, 3, 9)]
+    [1.0, 0.75, 0.25, 0.25]
+    """
 
     def __init__(self, schedule: Schedule, steps: int) -> None:
         super().__init__()
-        self.schedule, self.steps = schedule, steps
+        self.schedule = must_be_schedule("keras.schedule", "schedule", schedule)
+        self.steps = whole("keras.schedule", "steps", steps, 1)
         self.table = schedule.values(steps).astype(np.float32)
 
     def __call__(self, step: Any) -> Any:
@@ -32,21 +41,6 @@ class Scheduled(keras.optimizers.schedules.LearningRateSchedule):  # type: ignor
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Scheduled:
         return cls(from_json(config["schedule"]), config["steps"])
-
-
-def schedule(schedule: Schedule, steps: int) -> Scheduled:
-    """The schedule for a Keras optimizer, SGD(learning_rate=schedule(s, steps)), eager, compiled or in `fit`.
-
-    The first `steps` rates are a table, rounded once from float64; from then on it stays at s(steps - 1). So give as many
-    steps as will be trained: 4 bytes each. With gradient_accumulation_steps=k Keras counts the parts of a step: use
-    s.every(k), and k times the steps. Import this module before a saved model is loaded.
-
-    >>> from samestep.schedules.kinds import poly
-    >>> [float(schedule(poly(1.0, 4), 4)(step)) for step in (0, 1, 3, 9)]
-    [1.0, 0.75, 0.25, 0.25]
-    """
-    schedule = must_be_schedule("keras.schedule", "schedule", schedule)
-    return Scheduled(schedule, whole("keras.schedule", "steps", steps, 1))
 
 
 def callback(schedule: Schedule) -> keras.callbacks.Callback:

@@ -9,10 +9,19 @@ from samestep.schedules.algebra import Schedule, must_be_schedule
 
 
 class Scheduler(LRScheduler):  # type: ignore[misc, unused-ignore]
-    """What `scheduler` returns. A pure function of the count; MXNet pickles it with its optimizers."""
+    """The schedule as an mxnet.lr_scheduler.LRScheduler, for Trainer(..., "sgd", {"lr_scheduler": Scheduler(s)}).
+
+    A pure function of the count; MXNet pickles it with its optimizers. They, and so gluon's Trainer, count an update before
+    they ask for its rate: the first one asks for num_update = 1 and gets s(0). num_update = 0 is asked only when
+    `learning_rate` is read before any update: s(0), too.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> [Scheduler(poly(1.0, 4))(num_update) for num_update in (0, 1, 2)]
+    [1.0, 1.0, 0.75]
+    """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.schedule = must_be_schedule("mxnet.scheduler", "schedule", schedule)
         super().__init__(base_lr=schedule(0))
 
     @property
@@ -27,16 +36,3 @@ class Scheduler(LRScheduler):  # type: ignore[misc, unused-ignore]
 
     def __call__(self, num_update: int) -> float:
         return self.schedule(max(num_update - 1, 0))
-
-
-def scheduler(schedule: Schedule) -> Scheduler:
-    """The schedule as an mxnet.lr_scheduler.LRScheduler, for Trainer(..., "sgd", {"lr_scheduler": scheduler(s)}).
-
-    MXNet's optimizers, and so gluon's Trainer, count an update before they ask for its rate: the first one asks for
-    num_update = 1 and gets s(0). num_update = 0 is asked only when `learning_rate` is read before any update: s(0), too.
-
-    >>> from samestep.schedules.kinds import poly
-    >>> [scheduler(poly(1.0, 4))(num_update) for num_update in (0, 1, 2)]
-    [1.0, 1.0, 0.75]
-    """
-    return Scheduler(must_be_schedule("mxnet.scheduler", "schedule", schedule))

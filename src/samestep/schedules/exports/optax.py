@@ -16,8 +16,7 @@ from samestep.schedules.algebra import Schedule, must_be_schedule
 def schedule_fn(schedule: Schedule, steps: int) -> Callable[[ArrayLike], Array]:
     """The schedule as count -> float32 rate, for optax.sgd(schedule_fn(s, steps)) and under jit, scan and vmap.
 
-    The first `steps` rates are a table, rounded once from float64; from count = steps on it stays at s(steps - 1). So give
-    as many steps as will be trained: 4 bytes each. XLA evaluates no formula: compiled, t/T would be multiplied by 1/T.
+    A table of `steps` rates, so that XLA evaluates no formula: compiled, t/T would be multiplied by 1/T.
 
     >>> from samestep.schedules.kinds import poly
     >>> [float(schedule_fn(poly(1.0, 4), 4)(count)) for count in (0, 1, 3, 9)]
@@ -25,8 +24,4 @@ def schedule_fn(schedule: Schedule, steps: int) -> Callable[[ArrayLike], Array]:
     """
     schedule = must_be_schedule("optax.schedule_fn", "schedule", schedule)
     table = schedule.values(whole("optax.schedule_fn", "steps", steps, 1)).astype(np.float32)
-
-    def rate(count: ArrayLike) -> Array:
-        return jnp.take(jnp.asarray(table), jnp.asarray(count), mode="clip")
-
-    return rate
+    return lambda count: jnp.take(jnp.asarray(table), jnp.asarray(count), mode="clip")

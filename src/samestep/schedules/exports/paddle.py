@@ -6,17 +6,24 @@ from typing import Any
 
 from paddle.optimizer.lr import LRScheduler  # type: ignore[import-not-found, unused-ignore]
 
-from samestep.checks import show
-from samestep.errors import Invalid
 from samestep.schedules.algebra import Schedule, must_be_schedule
-from samestep.schedules.kinds import from_json
+from samestep.schedules.text import check_state
 
 
 class Scheduler(LRScheduler):  # type: ignore[misc, unused-ignore]
-    """What `scheduler` returns. The rate is a function of `last_epoch` alone."""
+    """The schedule as a paddle.optimizer.lr.LRScheduler, for SGD(learning_rate=Scheduler(s), ...): update t uses s(t).
+
+    Call `step()` after each step of the optimizer. The rate is a function of `last_epoch` alone.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> rate = Scheduler(poly(1.0, 4))
+    >>> rate.step()
+    >>> rate()
+    0.75
+    """
 
     def __init__(self, schedule: Schedule, last_epoch: int = -1) -> None:
-        self.schedule = schedule
+        self.schedule = must_be_schedule("paddle.scheduler", "schedule", schedule)
         super().__init__(schedule(0), last_epoch)
 
     def get_lr(self) -> float:
@@ -28,26 +35,8 @@ class Scheduler(LRScheduler):  # type: ignore[misc, unused-ignore]
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a `state_dict` of the same schedule."""
-        if state_dict.keys() != self.state_dict().keys():
-            raise Invalid(f"set_state_dict: the state must be that of {self.schedule}, got {show(state_dict)}")
-        stored = from_json(state_dict["schedule"])
-        if stored != self.schedule:
-            raise Invalid(f"set_state_dict: the state must be that of {self.schedule}, got that of {stored}")
+        check_state("set_state_dict", self.schedule, state_dict, self.state_dict())
         self.last_epoch = int(state_dict["last_epoch"])
         self.last_lr = self.get_lr()
 
     set_dict = set_state_dict
-
-
-def scheduler(schedule: Schedule, last_epoch: int = -1) -> Scheduler:
-    """The schedule as a paddle.optimizer.lr.LRScheduler, for SGD(learning_rate=scheduler(s), ...): update t uses s(t).
-
-    Call `step()` after each step of the optimizer.
-
-    >>> from samestep.schedules.kinds import poly
-    >>> rate = scheduler(poly(1.0, 4))
-    >>> rate.step()
-    >>> rate()
-    0.75
-    """
-    return Scheduler(must_be_schedule("paddle.scheduler", "schedule", schedule), last_epoch)

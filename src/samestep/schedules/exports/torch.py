@@ -14,14 +14,25 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.checks import show, whole
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule, must_be_schedule
-from samestep.schedules.kinds import from_json
+from samestep.schedules.text import check_state
 
 
 class Scheduler(LRScheduler):
-    """What `scheduler` returns. The rate is a function of `last_epoch` alone, never of the rate the optimizer has."""
+    """The schedule as a torch.optim.lr_scheduler.LRScheduler: update t uses s(t) in every parameter group.
+
+    Call `step()` after each `optimizer.step()`. The rate is a function of `last_epoch` alone: the optimizer's own lr is
+    ignored, and it does not matter whether the optimizer or the scheduler is restored first. In SequentialLR it starts at
+    s(0) when its turn comes; in a ChainedScheduler it sets the rate and does not multiply it, so put it last, or multiply
+    schedules: a * b.
+
+    >>> from samestep.schedules.kinds import poly
+    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    >>> Scheduler(poly(1.0, 4), optimizer).get_last_lr()
+    [1.0]
+    """
 
     def __init__(self, schedule: Schedule, optimizer: Optimizer, last_epoch: int = -1) -> None:
-        self.schedule = schedule
+        self.schedule = must_be_schedule("torch.scheduler", "schedule", schedule)
         if isinstance(optimizer, Optimizer):
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", copy.deepcopy(group["lr"]))  # SequentialLR, last_epoch ask for it
@@ -42,11 +53,7 @@ class Scheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a `state_dict` of the same schedule, before or after the optimizer is restored."""
-        if state_dict.keys() != self.state_dict().keys():
-            raise Invalid(f"load_state_dict: the state must be that of {self.schedule}, got {show(state_dict)}")
-        stored = from_json(state_dict["schedule"])
-        if stored != self.schedule:
-            raise Invalid(f"load_state_dict: the state must be that of {self.schedule}, got that of {stored}")
+        check_state("load_state_dict", self.schedule, state_dict, self.state_dict())
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr() if self.last_epoch >= 0 else []
@@ -57,21 +64,6 @@ class Scheduler(LRScheduler):
                 else:
                     group["lr"] = rate
             self._last_lr = [copy.deepcopy(group["lr"]) for group in self.optimizer.param_groups]
-
-
-def scheduler(schedule: Schedule, optimizer: Optimizer, last_epoch: int = -1) -> Scheduler:
-    """The schedule as a torch.optim.lr_scheduler.LRScheduler: update t uses s(t) in every parameter group.
-
-    Call `step()` after each `optimizer.step()`. The optimizer's own lr is ignored, and it does not matter whether the
-    optimizer or the scheduler is restored first. In SequentialLR it starts at s(0) when its turn comes; in a
-    ChainedScheduler it sets the rate and does not multiply it, so put it last, or multiply schedules: a * b.
-
-    >>> from samestep.schedules.kinds import poly
-    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    >>> scheduler(poly(1.0, 4), optimizer).get_last_lr()
-    [1.0]
-    """
-    return Scheduler(must_be_schedule("torch.scheduler", "schedule", schedule), optimizer, last_epoch)
 
 
 def read(scheduler: LRScheduler, n: int) -> list[float]:

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 from samestep.checks import whole
 from samestep.errors import Invalid
 from samestep.processes.place import MEET, OVERRIDES, _wait
-from samestep.runs.events import events
-from samestep.runs.run import Run
+from samestep.runs.run import Run, events
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,7 +11,6 @@ differ from upstream's though their content is the same. One hash then holds for
 from __future__ import annotations
 
 import fcntl
-import functools
 import gzip
 import hashlib
 import http.client
@@ -63,7 +62,6 @@ NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionEr
 
 Split = tuple[NDArray[np.float32], NDArray[np.int64]]
 State = Literal["ok", "damaged", "missing"]
-Fetch = Callable[[list[str], Path], None]  # (names, folder to put them into)
 Advance = Callable[[int, int | None], None]  # (bytes so far, bytes in all if known)
 
 
@@ -189,19 +187,17 @@ def _contents() -> dict[str, tuple[Path, bytes]]:
 
 def _fetch(folder: Path) -> None:
     """Put the missing files into `folder`, or say in one line what was tried."""
-    mirrors: list[tuple[str, Fetch]] = [
-        (urlsplit(mirror).netloc, functools.partial(_download, mirror)) for mirror in MIRRORS
-    ]
     tried: list[str] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that fetches; freed when the file is closed
-            for source, fetch in [*mirrors, ("Debian's package", _take_from_debian)]:
+            for mirror in (*MIRRORS, None):
                 missing = [name for name in FILES if _find(name) is None]
                 try:
-                    return fetch(missing, folder)
+                    return _download(mirror, missing, folder) if mirror else _take_from_debian(missing, folder)
                 except (*NETWORK_ERRORS, subprocess.SubprocessError, FileNotFoundError) as error:
+                    source = urlsplit(mirror).netloc if mirror else "Debian's package"
                     tried.append(f"{source}: {_one_line(error)}")
     except OSError as error:
         where = error.filename or folder

@@ -145,10 +145,8 @@ def write(path: Path, pieces: list[Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # where something went wrong
     sync_folder(path.parent)
 
 

@@ -19,10 +19,6 @@ from samestep.errors import Invalid, WrongType
 MOST = 2**53  # every whole number up to here is exact in float64
 
 
-def _at(where: str) -> str:
-    return f"{where}: " if where else ""
-
-
 def show(value: object) -> str:
     """A value in one line of bearable length."""
     text = " ".join(repr(value.tolist() if isinstance(value, np.ndarray) else value).split())
@@ -35,36 +31,42 @@ def nearest(name: object, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(names))}"
 
 
+def _require(right: bool, where: str, name: str, what: str, value: object, error: type[Exception] = Invalid) -> None:
+    if not right:
+        raise error(f"{_at(where)}{name} must be {what}, got {name}={show(value)}")
+
+
+def _at(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
 def whole(where: str, name: str, value: Any, least: int = 0, most: int = MOST) -> int:
     """A count: a whole number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise WrongType(f"{_at(where)}{name} must be a whole number, got {name}={show(value)}")
-    if value < least:
-        raise Invalid(f"{_at(where)}{name} must be at least {least}, got {name}={show(int(value))}")
-    if value > most:
-        raise Invalid(f"{_at(where)}{name} must be at most {most}, got {name}={show(int(value))}")
+    right = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    _require(right, where, name, "a whole number", value, WrongType)
+    value = int(value)
+    _require(value >= least, where, name, f"at least {least}", value)
+    _require(value <= most, where, name, f"at most {most}", value)
     return int(value)
 
 
 def number(where: str, name: str, value: Any) -> float:
     """A rate or a factor: finite and at least 0."""
     result = _float(where, name, value)
-    if not 0 <= result < math.inf:
-        raise Invalid(f"{_at(where)}{name} must be finite and at least 0, got {name}={show(value)}")
+    _require(0 <= result < math.inf, where, name, "finite and at least 0", value)
     return result
 
 
 def finite(where: str, name: str, value: Any) -> float:
     """A measurement: any number but NaN and the infinite ones."""
     result = _float(where, name, value)
-    if not math.isfinite(result):
-        raise Invalid(f"{_at(where)}{name} must be finite, got {name}={show(value)}")
+    _require(math.isfinite(result), where, name, "finite", value)
     return result
 
 
 def _float(where: str, name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise WrongType(f"{_at(where)}{name} must be a number, got {name}={show(value)}")
+    right = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    _require(right, where, name, "a number", value, WrongType)
     try:
         return float(value) + 0.0  # -0.0 becomes 0.0: what is equal has equal bits
     except OverflowError:
@@ -73,8 +75,7 @@ def _float(where: str, name: str, value: Any) -> float:
 
 def above_zero(where: str, name: str, value: Any) -> float:
     result = number(where, name, value)
-    if not result:
-        raise Invalid(f"{_at(where)}{name} must be above 0, got {name}={show(value)}")
+    _require(result > 0, where, name, "above 0", value)
     return result
 
 
@@ -84,16 +85,13 @@ def at_most(where: str, name: str, value: float, other: str, limit: float) -> No
 
 
 def flag(where: str, name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise WrongType(f"{_at(where)}{name} must be True or False, got {name}={show(value)}")
+    _require(isinstance(value, (bool, np.bool_)), where, name, "True or False", value, WrongType)
     return bool(value)
 
 
 def choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str):
-        raise WrongType(f"{_at(where)}{name} must be a string, got {name}={show(value)}")
-    if value not in choices:
-        raise Invalid(f"{_at(where)}{name} must be one of {', '.join(map(repr, choices))}, got {name}={show(value)}")
+    _require(isinstance(value, str), where, name, "a string", value, WrongType)
+    _require(value in choices, where, name, f"one of {', '.join(map(repr, choices))}", value)
     return str(value)
 
 
@@ -105,14 +103,11 @@ def numbers(where: str, name: str, values: Any) -> tuple[float, ...]:
 def boundaries(where: str, name: str, values: Any) -> tuple[int, ...]:
     """An increasing list of counts."""
     result = tuple(whole(where, f"{name}[{i}]", value) for i, value in enumerate(_listed(where, name, values)))
-    if any(after <= before for before, after in pairwise(result)):
-        raise Invalid(f"{_at(where)}{name} must be increasing, got {name}={show(list(result))}")
+    _require(all(before < after for before, after in pairwise(result)), where, name, "increasing", list(result))
     return result
 
 
 def _listed(where: str, name: str, values: Any) -> list[Any]:
-    if isinstance(values, np.ndarray) and values.ndim == 1:
-        return list(values)
-    if not isinstance(values, (list, tuple, range)):
-        raise WrongType(f"{_at(where)}{name} must be a list of numbers, got {name}={show(values)}")
+    right = values.ndim == 1 if isinstance(values, np.ndarray) else isinstance(values, (list, tuple, range))
+    _require(right, where, name, "a list of numbers", values, WrongType)
     return list(values)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.checks import whole
 from samestep.errors import Invalid, WrongType
 from samestep.shards import cut
 
@@ -58,7 +59,7 @@ def cpu(i: int = 0) -> Device:
     >>> cpu(), cpu(1)
     (cpu, cpu:1)
     """
-    return Device("cpu", _number("cpu", i))
+    return Device("cpu", whole("cpu", "i", i))
 
 
 def gpu(i: int = 0) -> Device:
@@ -67,15 +68,7 @@ def gpu(i: int = 0) -> Device:
     >>> gpu(1)
     cuda:1
     """
-    return Device("cuda", _number("gpu", i))
-
-
-def _number(kind: str, i: int) -> int:
-    if isinstance(i, bool) or not isinstance(i, int):
-        raise WrongType(f"{kind}: i must be a whole number, got i={i!r}")
-    if i < 0:
-        raise Invalid(f"{kind}: i must be at least 0, got i={i}")
-    return i
+    return Device("cuda", whole("gpu", "i", i))
 
 
 def host_memory() -> tuple[int, int]:
@@ -100,21 +93,17 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
         gpus = gpus[lo:hi] or [gpus[place.local_rank % len(gpus)]]
     if isinstance(asked, bool):
         raise WrongType(f"devices must be 'auto', a count, a name or a list of names, got {asked!r}")
-    if isinstance(asked, str) and asked == "auto":
-        return (gpus or [cpu()])[:shards]
-    if isinstance(asked, str) and asked.isdecimal():
-        asked = int(asked)
+    if isinstance(asked, str):
+        if asked == "auto":
+            return (gpus or [cpu()])[:shards]
+        asked = int(asked) if asked.isdecimal() else [name.strip() for name in asked.split(",")]
     if isinstance(asked, int):
         if asked < 1:
             raise Invalid(f"devices must be at least 1, got {asked}")
         pool = gpus or [device for device in there if device.kind == "cpu"]
         chosen = [pool[i % len(pool)] for i in range(asked)]
-    elif isinstance(asked, str) and "," in asked:
-        chosen = [Device.of(name.strip()) for name in asked.split(",")]
-    elif isinstance(asked, Sequence) and not isinstance(asked, str):
-        chosen = [Device.of(name) for name in asked]
     else:
-        chosen = [Device.of(asked)]
+        chosen = [Device.of(name) for name in (asked if isinstance(asked, Sequence) else [asked])]
     if not chosen:
         raise Invalid("devices is an empty list: name at least one, or write 'auto'")
     for device in chosen:

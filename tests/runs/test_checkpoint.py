@@ -29,8 +29,7 @@ from torch import nn
 import samestep as ss
 from samestep.errors import Invalid, WrongType
 from samestep.runs import checkpoint
-from samestep.runs.cadence import Cadence, parse
-from samestep.runs.checkpoint import Writer, pack, paths, read, unpack
+from samestep.runs.checkpoint import Cadence, Writer, pack, parse, paths, read, unpack
 from samestep.runs.folder import RunFolder
 
 RANDOM = np.random.default_rng(0)

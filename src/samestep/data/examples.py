@@ -73,8 +73,6 @@ class Arrays:
 class Source:
     """Examples read by index from something larger than memory."""
 
-    in_memory = False
-
     def __init__(self, name: str, source: Any) -> None:
         self.name, self.source = name, source
         bases = {base.__module__ for base in type(source).__mro__}
@@ -94,14 +92,10 @@ class Source:
             x, y = self._items(indices.tolist()) if self.by_item else map(numbers, self.source[indices])
             sizes = len(x), len(y)
         except (TypeError, ValueError, IndexError) as error:
-            what = (
-                f"{self.name}[i] must give a pair (x, y), of one shape for all i,"
-                if self.by_item
-                else (f"{self.name}[indices] must give a pair of arrays (x, y) for an array of indices,")
-            )
-            raise WrongType(
-                f"{what} but {type(self.source).__name__} raised {type(error).__name__}: {error}"
-            ) from error
+            one = "[i] must give a pair (x, y), of one shape for all i"
+            many = "[indices] must give a pair of arrays (x, y) for an array of indices"
+            raised = f"{type(self.source).__name__} raised {type(error).__name__}: {error}"
+            raise WrongType(f"{self.name}{one if self.by_item else many}, but {raised}") from error
         if sizes != (len(indices), len(indices)):
             raise Invalid(
                 f"{self.name}[indices] was asked for {len(indices)} examples and gave {sizes[0]} in x and {sizes[1]} in y"

@@ -61,6 +61,7 @@ ELSEWHERE = "set SAMESTEP_DATA to a folder with the four files"
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
 
 Split = tuple[NDArray[np.float32], NDArray[np.int64]]
+State = Literal["ok", "damaged", "missing"]
 Advance = Callable[[int, int | None], None]  # (bytes so far, bytes in all if known)
 
 
@@ -70,7 +71,7 @@ class FileStatus:
 
     name: str
     path: Path | None
-    state: Literal["ok", "damaged", "missing"]
+    state: State
     bytes: int
 
 
@@ -107,7 +108,15 @@ def locate() -> dict[str, Path]:
 
 def status() -> list[FileStatus]:
     """What is on this machine, verified; nothing is downloaded."""
-    return [FileStatus(name, path := _find(name), _state(path, name), _size(path) if path else 0) for name in FILES]
+    found: list[FileStatus] = []
+    for name in FILES:
+        path = _find(name)
+        try:
+            state: State = "ok" if path and _read(path, name) else "missing"
+        except DataUnavailable:
+            state = "damaged"
+        found.append(FileStatus(name, path, state, _size(path) if path else 0))
+    return found
 
 
 def read_idx(content: bytes, source: Path, item: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -128,27 +137,20 @@ def read_idx(content: bytes, source: Path, item: tuple[int, ...]) -> NDArray[np.
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
-def _override() -> Path | None:
-    value = os.environ.get("SAMESTEP_DATA")
-    return Path(value).expanduser() if value else None
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # XDG: a relative path counts as unset
-        return Path(base, "samestep", "fashion-mnist")
-    try:
-        return Path.home() / ".cache" / "samestep" / "fashion-mnist"
+def _folders() -> list[Path]:
+    """Where the files are looked for; what is missing is fetched into the first."""
+    override, base = os.environ.get("SAMESTEP_DATA"), os.environ.get("XDG_CACHE_HOME", "")
+    try:  # XDG: a relative path counts as unset
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     except RuntimeError:
         raise DataUnavailable("the home folder is unknown: set HOME or XDG_CACHE_HOME") from None
+    mine = [Path(override).expanduser()] if override else []
+    return [*mine, cache / "samestep" / "fashion-mnist", DEBIAN]
 
 
 def _find(name: str) -> Path | None:
-    for folder in (_override(), _cache(), DEBIAN):
-        for file in (name, name.removesuffix(".gz")):
-            if folder is not None and os.path.exists(folder / file):
-                return folder / file
-    return None
+    files = (folder / file for folder in _folders() for file in (name, name.removesuffix(".gz")))
+    return next(filter(os.path.exists, files), None)
 
 
 def _read(path: Path, name: str) -> bytes:
@@ -174,26 +176,13 @@ def _damaged(path: Path, why: str) -> DataUnavailable:
     return DataUnavailable(f"{path} is damaged ({why}): {remedy}, or {ELSEWHERE}")
 
 
-def _state(path: Path | None, name: str) -> Literal["ok", "damaged", "missing"]:
-    if path is None:
-        return "missing"
-    try:
-        _read(path, name)
-    except DataUnavailable:
-        return "damaged"
-    return "ok"
-
-
 def _contents() -> dict[str, tuple[Path, bytes]]:
     # What is here is verified before anything is fetched: no download is made useless by a damaged file.
     found = {name: (path, _read(path, name)) for name in FILES if (path := _find(name))}
-    if len(found) < len(FILES):
-        _fetch(_override() or _cache())
-    for name in FILES.keys() - found.keys():
-        path = _find(name)
-        assert path is not None, "_fetch returns only when all files are in place"
-        found[name] = path, _read(path, name)
-    return {name: found[name] for name in FILES}
+    if len(found) == len(FILES):
+        return found
+    _fetch(_folders()[0])
+    return _contents()
 
 
 def _fetch(folder: Path) -> None:
@@ -203,44 +192,38 @@ def _fetch(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another process that fetches; freed when the file is closed
-            mirrors = list(MIRRORS)
-            while missing := [name for name in FILES if _find(name) is None]:
-                if not _download(missing[0], folder, mirrors, tried):
-                    break
-            if missing and not _take_from_debian(missing, folder, tried):
-                raise DataUnavailable(
-                    f"{', '.join(missing)} missing from {folder} and could not be fetched (tried {'; '.join(tried)}): "
-                    f"install Debian's package {PACKAGE}, or {ELSEWHERE}"
-                )
-    except DataUnavailable:
-        raise
+            for mirror in (*MIRRORS, None):
+                missing = [name for name in FILES if _find(name) is None]
+                try:
+                    return _download(mirror, missing, folder) if mirror else _take_from_debian(missing, folder)
+                except (*NETWORK_ERRORS, subprocess.SubprocessError, FileNotFoundError) as error:
+                    source = urlsplit(mirror).netloc if mirror else "Debian's package"
+                    tried.append(f"{source}: {_one_line(error)}")
     except OSError as error:
         where = error.filename or folder
         raise DataUnavailable(f"cannot write {where} ({error.strerror}): set XDG_CACHE_HOME or SAMESTEP_DATA") from None
+    raise DataUnavailable(
+        f"{', '.join(missing)} missing from {folder} and could not be fetched (tried {'; '.join(tried)}): "
+        f"install Debian's package {PACKAGE}, or {ELSEWHERE}"
+    )
 
 
-def _download(name: str, folder: Path, mirrors: list[str], tried: list[str]) -> bool:
-    """Fetch one file from the first mirror that has it; a mirror that fails is dropped from `mirrors`."""
-    part = folder / f"{name}.part"
-    for mirror in tuple(mirrors):
-        why = ""
-        for _ in range(TRIES):
+def _download(mirror: str, names: list[str], folder: Path) -> None:
+    """Fetch files from a mirror. It is left for the next one as soon as one of them cannot be had."""
+    for name in names:
+        part = folder / f"{name}.part"
+        for left in reversed(range(TRIES)):
             before = _size(part)
             try:
                 _transfer(mirror + name, part)
-            except NETWORK_ERRORS as error:
-                why = _one_line(error)
-                if _size(part) > before:
-                    continue  # cut midway: resume
-                break  # nothing came: asking again would only wait again
-            if _settle(part, name):
-                return True
-            why = "SHA-256 does not match"
-            if before == 0:
-                break  # else the first bytes were left over from elsewhere: once more from the start
-        tried.append(f"{urlsplit(mirror).netloc}: {why}")
-        mirrors.remove(mirror)
-    return False
+                if _settle(part, name):
+                    break
+                raise http.client.HTTPException("SHA-256 does not match")
+            except NETWORK_ERRORS:
+                # Cut midway: resume. Or the first bytes were left over from elsewhere: once more from the start.
+                # But if nothing came or all of it is false, asking again would only wait again.
+                if not left or _size(part) == before:
+                    raise
 
 
 def _transfer(url: str, part: Path) -> None:
@@ -266,11 +249,10 @@ def _transfer(url: str, part: Path) -> None:
             raise ConnectionError(f"connection cut after {file.tell()} of {end} bytes")
 
 
-def _take_from_debian(missing: list[str], folder: Path, tried: list[str]) -> bool:
+def _take_from_debian(missing: list[str], folder: Path) -> None:
     """Take the missing files from Debian's package, with apt's state in a temporary folder, as any user."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        tried.append("Debian's package: no apt-get and dpkg-deb here")
-        return False
+        raise FileNotFoundError("no apt-get and dpkg-deb here")
     with tempfile.TemporaryDirectory(prefix="samestep-") as temporary, _progress(PACKAGE):
         root = Path(temporary)
         root.chmod(0o755)  # run by root, apt downloads as the user _apt, who must get in
@@ -285,19 +267,14 @@ def _take_from_debian(missing: list[str], folder: Path, tried: list[str]) -> boo
             "#clear APT::Update::Post-Invoke-Success;\n"
         )
         apt = ["apt-get", "-qq", "-c", f"{root}/apt.conf"]
-        try:
-            _run([*apt, "update"], root, check=False)  # any unreachable source fails it; the next line tells
-            _run([*apt, "download", PACKAGE], root)
-            _run(["dpkg-deb", "-x", *(str(deb) for deb in root.glob("*.deb")), "files"], root)
-            for name in missing:
-                part = folder / f"{name}.part"
-                shutil.copyfile(root / "files" / DEBIAN.relative_to("/") / name, part)
-                if not _settle(part, name):
-                    raise subprocess.SubprocessError(f"{name}: SHA-256 does not match")
-        except (subprocess.SubprocessError, FileNotFoundError) as error:
-            tried.append(f"Debian's package: {_one_line(error)}")
-            return False
-    return True
+        _run([*apt, "update"], root, check=False)  # any unreachable source fails it; the next line tells
+        _run([*apt, "download", PACKAGE], root)
+        _run(["dpkg-deb", "-x", *(str(deb) for deb in root.glob("*.deb")), "files"], root)
+        for name in missing:
+            part = folder / f"{name}.part"
+            shutil.copyfile(root / "files" / DEBIAN.relative_to("/") / name, part)
+            if not _settle(part, name):
+                raise subprocess.SubprocessError(f"{name}: SHA-256 does not match")
 
 
 def _run(command: list[str], folder: Path, check: bool = True) -> None:

@@ -36,13 +36,10 @@ def probe(backend: Backend, model: Any, loss: Any, examples: Arrays | Source) ->
 
 def check_labels(name: str, y: Numbers, classes: int | None) -> None:
     """Labels must be whole numbers from 0 to classes - 1: a GPU kernel would not say so, but crash."""
-    if classes is None:
-        return
-    low, high = int(y.min()), int(y.max())
-    if low < 0 or high >= classes:
+    if classes is not None and not 0 <= int(y.min()) <= int(y.max()) < classes:
         raise Invalid(
             f"{name} y: labels must be from 0 to {classes - 1}, as the model gives {classes} scores, "
-            f"got labels from {low} to {high}"
+            f"got labels from {int(y.min())} to {int(y.max())}"
         )
 
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
+import re
+import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.checks import MOST, show, whole
 from samestep.errors import Invalid, WrongType
 
 Tensors = dict[str, NDArray[Any]]
 FOLDER, KIND, NO_HASH = "checkpoints", "samestep", "0" * 64
 TYPES = {"f4": "F32", "f8": "F64", "f2": "F16", "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64",
          "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64", "b1": "BOOL"}  # fmt: skip
+UNITS = {"": ("steps", 1), "step": ("steps", 1), "epoch": ("epochs", 1), "s": ("seconds", 1), "second": ("seconds", 1),
+         "min": ("seconds", 60), "minute": ("seconds", 60), "h": ("seconds", 3600), "hour": ("seconds", 3600)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,13 @@ def unpack(content: bytes, name: str) -> Checkpoint:
         digest.update(memoryview(content)[8 + size :])
         if digest.hexdigest() != kept:
             raise ValueError("its hash does not hold")
-        return Checkpoint(json.loads(json.loads(text)["__metadata__"][KIND]), load(content))
+        return Checkpoint(_about(text), load(content))
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError, RecursionError) as error:
         raise Invalid(f"{name} is damaged, or not a checkpoint: {error}") from error
+
+
+def _about(header: bytes) -> dict[str, Any]:
+    return dict(json.loads(json.loads(header)["__metadata__"][KIND]))
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
@@ -115,9 +124,15 @@ def metric(path: Path) -> float | None:
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size < os.path.getsize(path):
-            value = json.loads(json.loads(file.read(size))["__metadata__"][KIND])["metric"]
+            value = _about(file.read(size))["metric"]
             return None if value is None else float(value)
     return None
+
+
+def best(metrics: Mapping[Path, float | None]) -> Path | None:
+    """The first of the checkpoints with the least metric."""
+    judged = [(value, path) for path, value in metrics.items() if value is not None]
+    return min(judged)[1] if judged else None
 
 
 def write(path: Path, pieces: list[Any]) -> None:
@@ -130,10 +145,8 @@ def write(path: Path, pieces: list[Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # where something went wrong
     sync_folder(path.parent)
 
 
@@ -156,88 +169,103 @@ class Writer:
         self.folder, self.keep, self._before = folder, keep, before
         self.written = 0
         self._metrics = {path: metric(path) for path in paths(folder)}
-        self._waiting: tuple[dict[str, Any], Tensors] | None = None
+        self._thread = ThreadPoolExecutor(1, "samestep-checkpoint")
+        self._tasks: list[Future[None]] = []  # the one that is written, and the one that waits
+        self._newest: Tensors = {}  # those of the last task
         self._spare: list[Tensors] = []  # memory of written checkpoints, to copy the next ones into
-        self._change = threading.Condition()
-        self._busy = self._closed = False
-        self._failure: BaseException | None = None  # what ended the thread, for the fit to end with
-        self._thread = threading.Thread(target=self._work, name="samestep-checkpoint", daemon=True)
-        self._thread.start()
 
     def submit(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Take a copy of the tensors, and have it written: this is all that a step waits for."""
-        with self._change:
-            self._check()
-            if self._waiting:
-                self._spare.append(self._waiting[1])
-                self._waiting = None
-            memory = self._spare.pop() if self._spare else {}
+        self._tasks = [task for task in self._tasks if not task.done() or task.result()]  # raises what went wrong
+        if self._tasks and self._tasks[-1].cancel():  # it still waits
+            self._tasks.pop()
+            self._spare.append(self._newest)
+        memory = self._spare.pop() if self._spare else {}
         for name, tensor in tensors.items():
             kept = memory.get(name)
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                 memory[name] = np.array(tensor)
             else:
                 np.copyto(kept, tensor)
-        with self._change:
-            self._waiting = (about, {name: memory[name] for name in tensors})
-            self._change.notify_all()
+        self._newest = {name: memory[name] for name in tensors}
+        self._tasks.append(self._thread.submit(self._write, about, self._newest))
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
-        with self._change:
-            self._change.wait_for(lambda: self._failure or not (self._waiting or self._busy))
-            self._check()
+        for task in self._tasks:
+            task.result()
 
     def close(self) -> None:
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
-        self._thread.join()  # it first writes what waits
+        self._thread.shutdown()  # it first writes what waits
 
-    def _check(self) -> None:
-        if self._failure:
-            raise self._failure
-
-    def _work(self) -> None:
+    def _write(self, about: dict[str, Any], tensors: Tensors) -> None:
+        path = path_of(self.folder, about["step"])
         try:
-            self._write_all()
-        except BaseException as error:  # such as a warning that is an error: the fit ends with it, and does not wait
-            with self._change:
-                self._failure = error
-                self._change.notify_all()
-
-    def _write_all(self) -> None:
-        while True:
-            with self._change:
-                self._busy = False
-                self._change.notify_all()
-                self._change.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                (about, tensors), self._waiting, self._busy = self._waiting, None, True
-            path = path_of(self.folder, about["step"])
-            try:
-                path.parent.mkdir(exist_ok=True)
-                self._before()  # the log must reach the disk before the checkpoint that counts on it
-                write(path, pack(about, tensors))
-                self.written += 1
-                self._metrics[path] = about["metric"]
-                self._tidy()
-            except OSError as error:
-                last = max((p for p in self._metrics if p != path), default=None)
-                kept = f"{last.name} is kept" if last else "there is none before it"
-                warnings.warn(
-                    f"{path.name} could not be written ({error.strerror or error}); {kept}, and training goes on",
-                    stacklevel=1,
-                )
-            with self._change:
-                self._spare.append(tensors)
+            path.parent.mkdir(exist_ok=True)
+            self._before()  # the log must reach the disk before the checkpoint that counts on it
+            write(path, pack(about, tensors))
+            self.written += 1
+            self._metrics[path] = about["metric"]
+            self._tidy()
+        except OSError as error:
+            last = max((p for p in self._metrics if p != path), default=None)
+            kept = f"{last.name} is kept" if last else "there is none before it"
+            warnings.warn(
+                f"{path.name} could not be written ({error.strerror or error}); {kept}, and training goes on",
+                stacklevel=1,
+            )
+        self._spare.append(tensors)
 
     def _tidy(self) -> None:
         """Delete all but the last few checkpoints and the best one."""
-        judged = {path: value for path, value in self._metrics.items() if value is not None}
-        best = min(judged, key=lambda path: (judged[path], path), default=None)
+        kept = best(self._metrics)
         for path in sorted(self._metrics)[: -self.keep]:
-            if path != best:
+            if path != kept:
                 del self._metrics[path]
                 path.unlink(missing_ok=True)
+
+
+class Cadence:
+    """When a checkpoint is due: every so many steps, epochs or seconds.
+
+    >>> Cadence("2 epochs", steps_per_epoch=235).every, Cadence(50, 235).every, Cadence("30 s", 235).seconds
+    (470, 50, 30.0)
+    """
+
+    def __init__(self, every: int | str | None, steps_per_epoch: int) -> None:
+        count, unit = parse(every) if every is not None else (0, "steps")
+        self.every = int(count) * (steps_per_epoch if unit == "epochs" else 1) if unit != "seconds" else 0
+        self.seconds = float(count) if unit == "seconds" else 0.0
+        self._last = time.monotonic()
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` updates."""
+        if self.seconds and time.monotonic() - self._last >= self.seconds:
+            self._last = time.monotonic()
+            return True
+        return bool(self.every) and step % self.every == 0
+
+
+def parse(every: Any) -> tuple[float, str]:
+    """What a user writes as `checkpoint_every`, as a number of steps, epochs or seconds.
+
+    >>> parse(100), parse("1 epoch"), parse("5 min")
+    ((100, 'steps'), (1, 'epochs'), (300.0, 'seconds'))
+    """
+    if isinstance(every, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", every)
+        number, word = found.groups() if found else ("0", "")
+        unit, factor = UNITS.get(word) or UNITS.get(word.removesuffix("s"), ("", 0))
+        count = float(number) * factor
+        if unit == "seconds" and count > 0:
+            return count, unit
+        if unit in ("steps", "epochs") and number.isdecimal() and 1 <= count <= MOST:
+            return int(count), unit
+        raise Invalid(
+            f"checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got {every!r}"
+        )
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
+        raise WrongType(
+            f"checkpoint_every must be a number of steps, or such as '1 epoch' or '30 s', or None, got {show(every)}"
+        )
+    return whole("", "checkpoint_every", every, 1), "steps"

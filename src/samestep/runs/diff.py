@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Invalid
-from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Tensors
+from samestep.runs.run import read_weights
 
 SHOWN, WIDTH = 20, 40  # tensors in the table; characters of a recipe's value
 ABSENT = "absent"  # stands for the value that one of the recipes does not have
@@ -182,23 +182,12 @@ def _compare_tensors(left: Side, right: Side, at: list[int]) -> list[Tensor]:
 
 def _tensors(side: Side, step: int, kind: str) -> Tensors:
     """The tensors that a side has after a step. Without a kind: the weights alone, from whichever file there is."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     if kind == "checkpoint" or (step, "final") not in side.files:
         tensors = checkpoint.read(side.files[step, "checkpoint"]).tensors
     else:
-        path = side.files[step, "final"]
-        try:
-            weights = load_file(path)
-            if of_weights(weights) != side.end:
-                raise ValueError("its weights do not have the run's fingerprint")
-            tensors = {f"model:{name}": tensor for name, tensor in weights.items()}
-            path = path.with_name("average.safetensors")
-            if os.path.isfile(path):
-                tensors |= {f"average:{name}": tensor for name, tensor in load_file(path).items()}
-        except (OSError, ValueError, SafetensorError) as error:
-            raise Invalid(f"{path} is damaged: {error}") from error
+        weights, average = read_weights(side.path, side.end or "")
+        tensors = {f"model:{name}": tensor for name, tensor in weights.items()}
+        tensors |= {f"average:{name}": tensor for name, tensor in (average or {}).items()}
     return {name: tensor for name, tensor in tensors.items() if kind or name.startswith("model:")}
 
 
@@ -339,7 +328,7 @@ def describe(found: Difference) -> str:
 def _short(value: Any, other: Any) -> str:
     """A value in bearable length, from shortly before the place where it parts from the other one."""
     text, second = (" ".join(str(v).split()) for v in (value, other))
-    alike = next((i for i, (p, q) in enumerate(zip(text, second, strict=False)) if p != q), min(len(text), len(second)))
+    alike = len(os.path.commonprefix([text, second]))  # noqa: RUF071 - of any two texts
     start = alike - WIDTH // 4 if alike > WIDTH // 2 and len(text) > WIDTH else 0
     return "..." * bool(start) + text[start : start + WIDTH] + "..." * (len(text) > start + WIDTH)
 

@@ -7,16 +7,17 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import Invalid
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Checkpoint, Tensors, Writer
-from samestep.runs.events import IMMATERIAL, Event, chain, differences, events
-from samestep.runs.run import plain
+from samestep.runs.run import Event, chain, differences, events, plain
+
+IMMATERIAL = ("max_epochs",)  # what comes later does not change the steps before it
 
 
 class RunFolder:
@@ -25,48 +26,43 @@ class RunFolder:
     def __init__(
         self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0
     ) -> None:
-        self.path, self._made = Path(path), list[Path]()
-        self._held = self._begun = False
+        self.path = Path(path)
+        self._made = [folder for folder in [self.path, *self.path.parents] if not os.path.exists(folder)]
         self.checkpoint: Checkpoint | None = None  # to go on from
         self.log = b""  # the events that belong to it
-        try:
-            for folder in [self.path, *self.path.parents]:
-                if os.path.exists(folder):
-                    break
-                self._made.append(folder)
+        new: list[str] = []  # files to take back if nothing comes of it
+        with self._writing(), ExitStack() as undo:
+            undo.callback(self._take_back, [])
             self.path.mkdir(parents=True, exist_ok=True)
-            new = [] if os.path.exists(self.path / "lock") else ["lock"]  # what to take back if nothing comes of it
-            self._lock = open(self.path / "lock", "a")  # noqa: SIM115 - held for as long as the fit lasts
-        except OSError as error:
-            self._remove()
-            raise self._unwritable(error) from error
-        try:
+            lock = [] if os.path.exists(self.path / "lock") else ["lock"]
+            self._lock = undo.enter_context(open(self.path / "lock", "a"))  # held for as long as the fit lasts
+            undo.callback(self._take_back, new)  # while the lock is still held
             self._hold()
-            new += [name for name in ("events.jsonl", "recipe.json") if not os.path.exists(self.path / name)]
+            new += lock + [name for name in ("events.jsonl", "recipe.json") if not os.path.exists(self.path / name)]
             self._find(recipe, resume, last)
             if self.checkpoint:  # the run began from those weights, whatever the model that was passed now holds
                 recipe["initial"] = self.checkpoint.about["recipe"]["initial"]
             self._prepare(recipe, last)
-        except BaseException as error:
-            for name in new if self._held else []:
-                with suppress(OSError):
-                    (self.path / name).unlink()
-            self._remove()
-            self._lock.close()
-            if isinstance(error, OSError):
-                raise self._unwritable(error) from error
-            raise
+            undo.pop_all()
         self._begun = self.checkpoint is not None
         self.writer = Writer(self.path, keep, self._sync)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Invalid(
+                f"run folder {self.path} cannot be written to: {error.strerror or error}; pass another run_dir, or None"
+            ) from error
+
     def _hold(self) -> None:
         """Keep other runs out, for as long as the lock file is open."""
-        try:
+        held = False
+        with suppress(BlockingIOError, FileNotFoundError):  # held, or taken away by one that had held it
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._held = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / "lock"))
-        except (BlockingIOError, FileNotFoundError):  # held, or taken away by one that had held it
-            pass
-        if not self._held:
+            held = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / "lock"))
+        if not held:
             raise Invalid(f"another run is going on in {self.path}: choose another run_dir, or wait")
 
     def _prepare(self, recipe: dict[str, Any], last: int) -> None:
@@ -92,11 +88,6 @@ class RunFolder:
                 (self.path / old).unlink(missing_ok=True)
         self._digest, self._synced = hashlib.sha256(self.log), False
         self._events = open(log, "ab")  # noqa: SIM115
-
-    def _unwritable(self, error: OSError) -> Invalid:
-        return Invalid(
-            f"run folder {self.path} cannot be written to: {error.strerror or error}; pass another run_dir, or None"
-        )
 
     def _find(self, recipe: dict[str, Any], resume: Any, last: int) -> None:
         """Look for the checkpoint to go on from: the newest one that is whole."""
@@ -138,8 +129,7 @@ class RunFolder:
     def _check(self, recipe: dict[str, Any], old: dict[str, Any], where: Path, besides: Iterable[str]) -> None:
         found = differences(recipe, old, besides)
         if found:
-            words = "; ".join(one.words() for one in found)
-            initial = found[0].name == "initial"
+            words, initial = "; ".join(found.values()), next(iter(found)) == "initial"
             hint = "; the model starts from other weights: seed it before it is made" if initial else ""
             raise Invalid(
                 f"{where} holds a run of another recipe ({words}): choose another run_dir, or delete it{hint}"
@@ -147,44 +137,41 @@ class RunFolder:
 
     def _take(self, files: list[Path], recipe: dict[str, Any], besides: Iterable[str], last: int) -> None:
         for file in reversed(files):
+            home = file.parent.parent
             try:
                 found = checkpoint.read(file)
-                log = (file.parent.parent / "events.jsonl").read_bytes()[: found.about["events"]]
+                log = (home / "events.jsonl").read_bytes()[: found.about["events"]]
                 if hashlib.sha256(log).hexdigest() != found.about["events_sha256"]:
-                    raise Invalid(f"{file.parent.parent / 'events.jsonl'} does not go with it")
+                    raise Invalid(f"{home / 'events.jsonl'} does not go with it")
                 prints = [p for event in events(log) if event["event"] == "steps" for p in event["fingerprint"]]
                 if len(prints) != found.step or chain(prints) != found.about["chain"]:
-                    raise Invalid(f"the fingerprints in {file.parent.parent / 'events.jsonl'} are not its own")
+                    raise Invalid(f"the fingerprints in {home / 'events.jsonl'} are not its own")
             except (OSError, ValueError, KeyError, TypeError) as error:
                 instead = "the one before it is" if file != files[0] else "and there is none before it"
                 warnings.warn(f"checkpoint {file} cannot be used, {instead}: {error}", stacklevel=6)
                 continue
-            self._check(recipe, found.about["recipe"], file.parent.parent, besides)
+            self._check(recipe, found.about["recipe"], home, besides)
             if found.step > last:
                 raise Invalid(
-                    f"{file.parent.parent} holds this run up to step {found.step}, and max_epochs={recipe['max_epochs']} "
+                    f"{home} holds this run up to step {found.step}, and max_epochs={recipe['max_epochs']} "
                     f"ends at step {last}: raise max_epochs, or choose another run_dir"
                 )
             self.checkpoint, self.log = found, log
             return
 
     def __call__(self, event: Event) -> None:
-        try:
-            line = json.dumps(event).encode() + b"\n"
+        line = json.dumps(event).encode() + b"\n"
+        with self._writing():
             self._events.write(line)
             self._digest.update(line)
             if event["event"] != "start":
                 self._begun = True
                 self._events.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def save(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Have a checkpoint written, of which the log up to now is a part."""
-        try:
+        with self._writing():
             self._events.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
         log = {"events": self._events.tell(), "events_sha256": self._digest.hexdigest()}
         self.writer.submit({**about, **log}, tensors)
 
@@ -195,10 +182,8 @@ class RunFolder:
             self._synced = True
 
     def weights(self, tensors: Tensors, name: str = "weights.safetensors") -> None:
-        try:
+        with self._writing():
             checkpoint.write(self.path / name, [plain(tensors)])
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def close(self, failed: bool) -> None:
         """End the run folder. A fit that failed before anything was learned from it leaves nothing behind."""
@@ -206,12 +191,13 @@ class RunFolder:
         with suppress(OSError):  # a full disk has been told of already
             self._events.close()
         if failed and not self._begun:
-            for name in ("events.jsonl", "recipe.json", "lock"):
-                (self.path / name).unlink()
-            self._remove()
+            self._take_back(["events.jsonl", "recipe.json", "lock"])
         self._lock.close()
 
-    def _remove(self) -> None:
+    def _take_back(self, files: Iterable[str]) -> None:
+        for name in files:
+            with suppress(OSError):
+                (self.path / name).unlink()
         for folder in self._made:
             with suppress(OSError):  # not made, or not empty
                 folder.rmdir()

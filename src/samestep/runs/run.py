@@ -8,23 +8,50 @@ weights.safetensors  the final weights, by name
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from samestep.checks import show
 from samestep.errors import Invalid
 from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Tensors
-from samestep.runs.events import Event, events
 from samestep.schedules.algebra import Schedule
 
-FILES = ("recipe.json", "events.jsonl", "weights.safetensors")
+Event = dict[str, Any]
+
+
+def events(log: bytes) -> Iterator[Event]:
+    """The events of a log. A last line without an end, on which the run was killed, is left out."""
+    for number, line in enumerate(log.split(b"\n")[:-1], 1):
+        try:
+            yield dict(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number}: {error}") from error
+
+
+def chain(prints: Iterable[str]) -> str:
+    """One hash for the fingerprints of all steps up to now."""
+    return hashlib.sha256("".join(prints).encode()).hexdigest()
+
+
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], besides: Iterable[str] = (), verb: str = "was"
+) -> dict[str, str]:
+    """What tells one recipe from another, in words, by name.
+
+    >>> differences({"seed": 0, "shards": 8}, {"seed": 1, "shards": 8})
+    {'seed': 'seed is 0, was 1'}
+    """
+    names = [name for name in {**theirs, **ours} if name not in besides and ours.get(name) != theirs.get(name)]
+    return {name: f"{name} is {show(ours.get(name))}, {verb} {show(theirs.get(name))}" for name in names}
 
 
 @dataclass
@@ -69,24 +96,21 @@ class Run:
     def replay(self, events: Iterable[Event]) -> None:
         """Take in what a log tells."""
         for event in events:
-            kind, rest = event["event"], {name: value for name, value in event.items() if name != "event"}
+            kind = event["event"]
             if kind in ("start", "resume"):
                 self.devices = event["devices"]
             elif kind == "steps":
                 self.fingerprints += event["fingerprint"]
             elif kind == "epoch":
-                self.history.append(rest)
+                self.history.append({name: value for name, value in event.items() if name != "event"})
             elif kind == "end":
                 self.fingerprint = event["fingerprint"]
 
     @staticmethod
     def load(folder: str | Path) -> Run:
         """Read a finished run back from its folder."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
         folder = Path(folder)
-        for name in FILES:
+        for name in ("recipe.json", "events.jsonl", "weights.safetensors"):
             if not os.path.isfile(folder / name):
                 raise Invalid(f"{folder} is not the folder of a finished run: {name} is missing")
         try:
@@ -94,19 +118,30 @@ class Run:
             recipe = json.loads((folder / name).read_text())
             name = "events.jsonl"
             log = list(events((folder / name).read_bytes()))
-            name = "weights.safetensors"
-            tensors = load_file(folder / name)
-            name = "average.safetensors"
-            average = load_file(folder / name) if os.path.isfile(folder / name) else None
-        except (ValueError, SafetensorError) as error:
+        except ValueError as error:
             raise Invalid(f"{folder / name} is damaged: {error}") from error
-        run = Run(recipe, [], folder=folder, average=average, _tensors=tensors)
+        run = Run(recipe, [], folder=folder)
         run.replay(log)
         if not run.fingerprint:
             raise Invalid(f"{folder} is not the folder of a finished run: events.jsonl does not come to an end")
-        if of_weights(tensors) != run.fingerprint:
-            raise Invalid(f"{folder / 'weights.safetensors'} is damaged: its weights do not have the run's fingerprint")
+        run._tensors, run.average = read_weights(folder, run.fingerprint)
         return run
+
+
+def read_weights(folder: Path, fingerprint: str) -> tuple[Tensors, Tensors | None]:
+    """The final weights of a run, which must have its fingerprint, and the averaged ones if there are any."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = folder / "weights.safetensors"
+    try:
+        weights = load_file(path)
+        if of_weights(weights) != fingerprint:
+            raise ValueError("its weights do not have the run's fingerprint")
+        path = folder / "average.safetensors"
+        return weights, load_file(path) if os.path.isfile(path) else None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise Invalid(f"{path} is damaged: {error}") from error
 
 
 def plain(tensors: Tensors) -> bytes:
@@ -119,31 +154,27 @@ def plain(tensors: Tensors) -> bytes:
 
 def export(source: Path, target: Path, best: bool = False, average: bool = False) -> int | None:
     """Write the weights of a run or of a checkpoint as a plain safetensors file; returns the step, or None for the end."""
-
-    def put(tensors: Tensors) -> None:
-        try:
-            checkpoint.write(target, [plain(tensors)])
-        except OSError as error:
-            raise Invalid(f"{target} cannot be written: {error.strerror or error}") from error
-
-    if os.path.isdir(source):
-        files = checkpoint.paths(source)
-        final = source / ("average.safetensors" if average else "weights.safetensors")
-        if best:
-            judged = {file: value for file in files if (value := checkpoint.metric(file)) is not None}
-            files = [min(judged, key=lambda file: (judged[file], file))] if judged else []
-        elif final.exists():
-            run = Run.load(source)  # which verifies them
-            put(run.average or {} if average else run.weights())
-            return None
-        if not files:
-            raise Invalid(
-                f"{source} has no {'checkpoint of the end of an epoch' if best else 'weights and no checkpoint'}"
-            )
-        source = files[-1]
-    found = checkpoint.read(source)
-    tensors = found.group("average" if average else "model")
-    if not tensors:
-        raise Invalid(f"{source} has no averaged weights")
-    put(tensors)
-    return found.step
+    step = None
+    final = source / ("average.safetensors" if average else "weights.safetensors")
+    if final.exists() and not best:
+        run = Run.load(source)  # which verifies them
+        tensors = run.average or {} if average else run.weights()
+    else:
+        if os.path.isdir(source):
+            files = checkpoint.paths(source)
+            found = max(files, default=None)
+            if best:
+                found = checkpoint.best({file: checkpoint.metric(file) for file in files})
+            if not found:
+                what = "checkpoint of the end of an epoch" if best else "weights and no checkpoint"
+                raise Invalid(f"{source} has no {what}")
+            source = found
+        kept = checkpoint.read(source)
+        step, tensors = kept.step, kept.group("average" if average else "model")
+        if not tensors:
+            raise Invalid(f"{source} has no averaged weights")
+    try:
+        checkpoint.write(target, [plain(tensors)])
+    except OSError as error:
+        raise Invalid(f"{target} cannot be written: {error.strerror or error}") from error
+    return step

@@ -24,8 +24,7 @@ from samestep.checks import whole
 from samestep.errors import Invalid
 from samestep.processes.launch import engine_for, of
 from samestep.processes.place import OVERRIDES
-from samestep.runs.events import events
-from samestep.runs.run import Run
+from samestep.runs.run import Run, events
 
 if TYPE_CHECKING:
     from rich.table import Table

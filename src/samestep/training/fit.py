@@ -19,11 +19,9 @@ from samestep.devices import Device
 from samestep.errors import NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
 from samestep.processes.world import World
-from samestep.runs.cadence import Cadence
-from samestep.runs.checkpoint import Checkpoint, Tensors, pack, unpack
-from samestep.runs.events import Event, events
+from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
 from samestep.runs.folder import RunFolder
-from samestep.runs.run import Run
+from samestep.runs.run import Event, Run, events
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.group import Group

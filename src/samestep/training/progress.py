@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from samestep.runs.events import Event
+from samestep.runs.run import Event
 
 
 def show(wanted: bool | None) -> Display | None:

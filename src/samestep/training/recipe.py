@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep import __version__, backends, fingerprint
 from samestep.errors import Invalid
-from samestep.runs.events import differences
+from samestep.runs.run import differences
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Shape
@@ -47,8 +47,7 @@ def agree(mine: dict[str, Any], world: World) -> dict[str, Any]:
     """The recipe of all processes. Only the starting weights may differ: rank 0's are used."""
     everybody = [json.loads(text) for text in world.collect(json.dumps(mine).encode())]
     for rank, other in enumerate(everybody):
-        found = differences(other, everybody[0], besides=("initial",))
+        found = differences(other, everybody[0], ("initial",), "not")
         if found:
-            words = "; ".join(one.words("not") for one in found)
-            raise Invalid(f"rank {rank} has another recipe than rank 0: {words}")
+            raise Invalid(f"rank {rank} has another recipe than rank 0: {'; '.join(found.values())}")
     return {**mine, "initial": everybody[0]["initial"]}

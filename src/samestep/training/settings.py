@@ -14,7 +14,7 @@ from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
 from samestep.optimizers.rules import Optimizer, adagrad, adam, adamw, sgd, sgld
 from samestep.processes.place import OVERRIDES
-from samestep.runs.cadence import parse
+from samestep.runs.checkpoint import parse
 from samestep.schedules.rates import check_schedule, rate
 
 

@@ -21,7 +21,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from samestep import __version__, backends
+from samestep import __version__
+from samestep.backends import find
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
@@ -56,7 +57,7 @@ def train(
     context: typer.Context,
     script: Annotated[Path | None, argument("Your own script, with a Trainer in it; its arguments follow --.")] = None,
     model: Annotated[str | None, option(f"{', '.join(NAMES)}  [lenet]")] = None,
-    backend: Annotated[str | None, option(f"Framework: {', '.join(backends.FRAMEWORKS)}  [torch]")] = None,
+    backend: Annotated[str | None, option(f"Framework: {', '.join(find.FRAMEWORKS)}  [torch]")] = None,
     devices: Annotated[str | None, option("auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
     shards: Annotated[int | None, option("Pieces a batch is cut into  [8]")] = None,
     batch_size: Annotated[int | None, option("Examples per update  [256]")] = None,
@@ -117,7 +118,7 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
-        backend = backends.load(framework)
+        backend = find.load(framework)
     resolve(trainer.devices, trainer.shards, backend)  # before the data is fetched
     models = importlib.import_module(f"samestep.models.{framework}")
     run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
@@ -174,7 +175,7 @@ def verify(
     if script is not None and backend is not None:
         raise Invalid(f"--backend goes with the built-in job; {script} has a model of its own")
     if backend is not None:
-        backends.check(backend)
+        find.check(backend)
     job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
     counts = module.counts("--devices", devices), module.counts("--processes", processes)
     with ExitStack() as stack:
@@ -226,14 +227,14 @@ def devices() -> None:
     """Every device with its memory; and which frameworks are installed, with the devices that each can use."""
     table = Table("device", "memory", "used", box=None, pad_edge=False)
     try:
-        backend = backends.default()
+        backend = find.default()
         for device in backend.devices():
             total, used = backend.memory(device)
             table.add_row(str(device), f"{total / 2**30:.1f} GiB", f"{used / 2**30:.1f} GiB")
         out.print(table, "")
     except SamestepError as error:
         out.print(f"{error}\n", markup=False)  # it names an extra in brackets
-    versions = {name: backends.installed(name) for name in backends.FRAMEWORKS}
+    versions = {name: find.installed(name) for name in find.FRAMEWORKS}
     asked = {name: _ask(name) for name in versions if versions[name]}  # at once: some take seconds to start
     out.print(f"{'framework':<11} {'version':<15} devices")
     for name, version in versions.items():  # not a table, which would wrap a long error
@@ -243,7 +244,7 @@ def devices() -> None:
 
 def _ask(framework: str) -> subprocess.Popen[str]:
     """Ask a framework for its devices, in a process of its own: some cannot be loaded together."""
-    code = f"from samestep.backends import load; print(*load({framework!r}).devices(), sep=', ')"
+    code = f"from samestep.backends.find import load; print(*load({framework!r}).devices(), sep=', ')"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -21,7 +20,7 @@ from samestep.optimizers.averaging import Averager
 from samestep.processes.world import World
 from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
 from samestep.runs.folder import RunFolder
-from samestep.runs.run import Event, Run, events
+from samestep.runs.run import Event, Run, chain, events
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.group import Group
@@ -30,7 +29,7 @@ from samestep.training.recipe import agree, recipe
 from samestep.training.signals import Signals
 
 if TYPE_CHECKING:
-    from samestep.training.settings import Settings
+    from samestep.training.trainer import Trainer
 
 LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
 
@@ -39,13 +38,13 @@ class Fit:
     """What one fit needs while it runs."""
 
     def __init__(
-        self, settings: Settings, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
+        self, settings: Trainer, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
     ) -> None:
         self.settings, self.backend, self.data, self.devices, self.world = settings, backend, data, devices, world
         self.shape = probe(backend, model, settings.loss, data.train)
         if data.test:
             probe(backend, model, settings.loss, data.test)  # an error comes now, and not after an epoch
-        self.group = Group.of(settings, backend, model, devices, world)
+        self.group = Group(settings, backend, model, devices, world)
         self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
@@ -60,7 +59,6 @@ class Fit:
         self.result._model = first.model
         self.step = 0  # updates made
         self.last = steps * settings.max_epochs
-        self.chain = hashlib.sha256()  # of the fingerprints of all steps
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
         self.folder: RunFolder | None = None
@@ -86,7 +84,7 @@ class Fit:
                     self.epoch(epoch)
             self.end()
             failed = False
-            if self.signals.asked:  # after the last vote: the run is complete, but the signal still counts
+            if self.signals.number:  # after the last vote: the run is complete, but the signal still counts
                 self.signals.end()
         finally:
             for closing in (self.feed, self.test, display, self.group):
@@ -122,7 +120,6 @@ class Fit:
         devices = self.result.devices
         self.result.recipe["initial"] = found.about["recipe"]["initial"]
         self.result.replay(log)
-        self.chain.update("".join(self.result.fingerprints).encode())
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
         for row in self.result.history:
             self.rates.observe(row)
@@ -145,7 +142,7 @@ class Fit:
         if self.folder:
             row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
             about = {
-                "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": self.chain.hexdigest(),
+                "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": chain(self.result.fingerprints),
                 "average": self.averager.total if self.averager else None,
                 "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
             }  # fmt: skip
@@ -184,7 +181,7 @@ class Fit:
         pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
-            vote = self.world.vote(self.signals.asked)
+            vote = self.world.vote(self.signals.number > 0)
             if self.averager:
                 self.averager.before(self.step, rates[i])
             numbers = self.group.step(Batch(pass_, spans, next(keys)), rates[i], self.step)
@@ -210,7 +207,7 @@ class Fit:
             "test_loss": None, "test_accuracy": None, "seconds": time.perf_counter() - began,
         }  # fmt: skip
         if self.test:
-            row["test_loss"], row["test_accuracy"] = self.evaluate(self.group, self.test)
+            row["test_loss"], row["test_accuracy"] = self.group.evaluate(self.test, self.shape.classes)
             if not math.isfinite(row["test_loss"]):
                 raise NotFinite(
                     f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
@@ -249,7 +246,6 @@ class Fit:
             )
         hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
-        self.chain.update("".join(hexes).encode())
         batches = self.batches[start : start + len(pending)]
         self.emit({
             "event": "steps", "epoch": epoch + 1, "first": first, "lr": rates[start : start + len(pending)],
@@ -261,7 +257,7 @@ class Fit:
     def average(self) -> None:
         """Add the averaged weights to the run, and evaluate them."""
         assert self.averager is not None
-        settings, first, vectors = self.settings, self.group.replicas[0], self.averager.vectors
+        first, vectors = self.group.replicas[0], self.averager.vectors
         if not vectors:
             return  # every rate was zero
         self.result.average = {name: np.array(tensor) for name, tensor in first.tensors(vectors).items()}
@@ -269,13 +265,10 @@ class Fit:
         if self.folder:
             self.folder.weights(self.result.average, "average.safetensors")
         if self.test:
-            group = Group.of(settings, self.backend, first.model(vectors), self.devices, self.world)
-            loss, accuracy = self.evaluate(group, self.test)
+            group = Group(self.settings, self.backend, first.model(vectors), self.devices, self.world)
+            loss, accuracy = group.evaluate(self.test, self.shape.classes)
             group.close()
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
-
-    def evaluate(self, group: Group, feed: Feed) -> tuple[float, float | None]:
-        return group.evaluate(feed, self.settings.batch_size, self.shape.classes)
 
     def compare_replicas(self, step: int) -> None:
         if len(set(self.group.fingerprints())) > 1:

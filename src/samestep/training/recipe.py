@@ -6,7 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from samestep import __version__, backends, fingerprint
+from samestep import __version__, fingerprint
+from samestep.backends import find
 from samestep.errors import Invalid
 from samestep.runs.run import differences
 
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
     from samestep.processes.world import World
     from samestep.schedules.rates import Rates
     from samestep.training.group import Group
-    from samestep.training.settings import Settings
+    from samestep.training.trainer import Trainer
 
 SETTINGS = ("max_epochs", "batch_size", "shards", "seed", "sampling", "gradient_clip_val", "threads_per_shard",
             "deterministic")  # fmt: skip
 
 
-def recipe(settings: Settings, model: Any, data: Data, shape: Shape, group: Group, rates: Rates) -> dict[str, Any]:
+def recipe(settings: Trainer, model: Any, data: Data, shape: Shape, group: Group, rates: Rates) -> dict[str, Any]:
     """All that decides the result of a fit. It has the kind of the devices, not their number."""
     backend: Backend = group.backend
     tensors, updater = group.replicas[0].tensors(), group.updaters[0]
     return {
-        "samestep": __version__, "framework": backend.name, "version": backends.installed(backend.name),
+        "samestep": __version__, "framework": backend.name, "version": find.installed(backend.name),
         "device": group.replicas[0].device.kind, "model": backend.describe(model),
         "parameters": {name: list(t.shape) for name, t in tensors.items()},
         "initial": fingerprint.of_weights(tensors), "precision": shape.dtype,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,7 +165,7 @@ def verify(
 
     If there is a difference, the first one is shown and the exit status is 1.
     """
-    from contextlib import ExitStack
+    from contextlib import nullcontext
 
     from rich.live import Live
 
@@ -178,11 +179,9 @@ def verify(
         find.check(backend)
     job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
     counts = module.counts("--devices", devices), module.counts("--processes", processes)
-    with ExitStack() as stack:
-        tell: Any = lambda report: None  # noqa: E731
-        if not as_json and out.is_terminal:
-            live = stack.enter_context(Live(console=out, refresh_per_second=4, transient=True))
-            tell = lambda report: live.update(module.table(report))  # noqa: E731
+    live = Live(console=out, refresh_per_second=4, transient=True)
+    with live if out.is_terminal and not as_json else nullcontext():
+        tell = lambda report: live.update(module.table(report))  # noqa: E731
         report = module.verify(
             job, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
         )
@@ -235,24 +234,23 @@ def devices() -> None:
     except SamestepError as error:
         out.print(f"{error}\n", markup=False)  # it names an extra in brackets
     versions = {name: find.installed(name) for name in find.FRAMEWORKS}
-    asked = {name: _ask(name) for name in versions if versions[name]}  # at once: some take seconds to start
     out.print(f"{'framework':<11} {'version':<15} devices")
-    for name, version in versions.items():  # not a table, which would wrap a long error
-        seen = _answer(asked[name]) if name in asked else ""
-        out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
+    with ThreadPoolExecutor() as pool:  # all are asked at once: some take seconds to start
+        asked = {name: pool.submit(_ask, name) for name in versions if versions[name]}
+        for name, version in versions.items():  # not a table, which would wrap a long error
+            seen = asked[name].result() if name in asked else ""
+            out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
 
 
-def _ask(framework: str) -> subprocess.Popen[str]:
+def _ask(framework: str) -> str:
     """Ask a framework for its devices, in a process of its own: some cannot be loaded together."""
     code = f"from samestep.backends.find import load; print(*load({framework!r}).devices(), sep=', ')"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _answer(asked: subprocess.Popen[str]) -> str:
-    said, complaint = asked.communicate()
-    lines = (complaint if asked.returncode else said).strip().splitlines()  # a framework may print lines of its own
-    last = lines[-1] if lines else f"status {asked.returncode}"
-    return f"cannot be loaded: {last}" if asked.returncode else last
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = (
+        (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    )  # a framework may print lines of its own
+    last = lines[-1] if lines else f"status {done.returncode}"
+    return f"cannot be loaded: {last}" if done.returncode else last
 
 
 @app.command()

@@ -18,7 +18,7 @@ from samestep.devices import Device
 from samestep.errors import NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
 from samestep.processes.world import World
-from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
+from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
 from samestep.runs.folder import RunFolder
 from samestep.runs.run import Event, Run, chain, events
 from samestep.schedules.rates import Rates
@@ -49,7 +49,7 @@ class Fit:
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
         self.rates = Rates(settings.schedule, backend, updater, steps, settings.max_epochs, self.shape)
-        self.averager = Averager(settings.average, first, steps, settings.max_epochs) if settings.average else None
+        self.averager = Averager(settings.average, first, steps, settings.max_epochs)
         labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked
         self.feed = Feed(backend, data.train, devices, labels)
         self.test = Feed(backend, data.test, devices, labels) if data.test else None
@@ -115,38 +115,35 @@ class Fit:
         for replica, updater in zip(self.group.replicas, self.group.updaters, strict=True):
             replica.load(found.group("model"))
             updater.load(found.group("optimizer"))
-        if self.averager:
-            self.averager.restore(found.about["average"], found.group("average"))
+        self.averager.restore(found.about["average"], found.group("average"))
         devices = self.result.devices
         self.result.recipe["initial"] = found.about["recipe"]["initial"]
         self.result.replay(log)
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
         for row in self.result.history:
             self.rates.observe(row)
-        steps = [event for event in log if event["event"] == "steps" and event["epoch"] > len(self.result.history)]
-        for event in steps:
-            losses = np.array(event["loss"], np.float64)
-            hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
-            self.table.append(np.stack([losses, hits], 1))
-
-    def tensors(self) -> Tensors:
-        """All tensors of a checkpoint. They may share memory with the model in training."""
-        first = self.group.replicas[0]
-        groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
-        if self.averager and self.averager.vectors:
-            groups["average"] = first.tensors(self.averager.vectors)
-        return {f"{kind}:{name}": tensor for kind, tensors in groups.items() for name, tensor in tensors.items()}
+        for event in log:
+            if event["event"] == "steps" and event["epoch"] > len(self.result.history):
+                losses = np.array(event["loss"], np.float64)
+                hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
+                self.table.append(np.stack([losses, hits], 1))
 
     def save(self) -> None:
         """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
-        if self.folder:
-            row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
-            about = {
-                "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": chain(self.result.fingerprints),
-                "average": self.averager.total if self.averager else None,
-                "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
-            }  # fmt: skip
-            self.folder.save(about, self.tensors())
+        if not self.folder:
+            return
+        row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
+        about = {
+            "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": chain(self.result.fingerprints),
+            "average": self.averager.total if self.settings.average else None,
+            "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
+        }  # fmt: skip
+        first = self.group.replicas[0]
+        groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
+        if self.averager.vectors:
+            groups["average"] = first.tensors(self.averager.vectors)
+        tensors = {f"{kind}:{name}": tensor for kind, named in groups.items() for name, tensor in named.items()}
+        self.folder.save(about, tensors)
 
     def end(self) -> None:
         tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
@@ -160,8 +157,7 @@ class Fit:
                 self.folder.writer.flush()  # a run killed with weights but no checkpoint could not be resumed
             self.folder.weights(tensors)
             self.result.folder = self.folder.path
-        if self.averager:
-            self.average()
+        self.average()
         self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint})
         self.world.collect(b"")  # all end together, when rank 0 has written everything
 
@@ -182,12 +178,10 @@ class Fit:
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
             vote = self.world.vote(self.signals.number > 0)
-            if self.averager:
-                self.averager.before(self.step, rates[i])
+            self.averager.before(rates[i])
             numbers = self.group.step(Batch(pass_, spans, next(keys)), rates[i], self.step)
             self.step += 1
-            if self.averager:
-                self.averager.after(self.step)
+            self.averager.after(self.step)
             pending.append((numbers, self.group.replicas[0].fingerprint()))
             stop, last = self.world.agreed(vote), i + 1 == steps
             due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
@@ -256,10 +250,9 @@ class Fit:
 
     def average(self) -> None:
         """Add the averaged weights to the run, and evaluate them."""
-        assert self.averager is not None
         first, vectors = self.group.replicas[0], self.averager.vectors
         if not vectors:
-            return  # every rate was zero
+            return  # none was wanted, or every rate was zero
         self.result.average = {name: np.array(tensor) for name, tensor in first.tensors(vectors).items()}
         self.result._average_model = lambda: first.model(vectors)
         if self.folder:

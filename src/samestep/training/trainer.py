@@ -81,10 +81,9 @@ class Trainer:
     num_gpus: int | None = None
 
     def __post_init__(self) -> None:
-        names = {f.name for f in fields(self)}
         overrides = json.loads(os.environ.get(place.OVERRIDES, "{}"))
         for name, value in overrides.items():
-            if name not in names:
+            if name not in {f.name for f in fields(self)}:
                 raise Invalid(f"{place.OVERRIDES}: Trainer has no {name!r}")
             setattr(self, name, value)
         if "devices" in overrides:
@@ -126,9 +125,7 @@ class Trainer:
 
     def fit(self, model: Any, data: Any) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was."""
-        backend, data = of_model(model), as_data(data)
-        given = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss}
-        check_mixed(backend, model, **given, **arrays_of(data))
+        backend, data = matching(model, data, optimizer=self.optimizer, schedule=self.schedule, loss=self.loss)
         with self._session(backend) as (devices, world):
             return Fit(self, backend, model, data, devices, world).run()
 
@@ -147,8 +144,7 @@ class Trainer:
 
     def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
-        backend, data = of_model(model), as_data(data)
-        check_mixed(backend, model, loss=self.loss, **arrays_of(data))
+        backend, data = matching(model, data, loss=self.loss)
         with self._session(backend) as (devices, world):
             examples = data.test or data.train
             shape = probe(backend, model, self.loss, examples)
@@ -175,11 +171,11 @@ class Trainer:
         return backend.replica(model, self.loss, device, self.shards).model()
 
 
-def as_data(data: Any) -> Data:
-    return data if isinstance(data, Data) else Data(train=data)
-
-
-def arrays_of(data: Data) -> dict[str, Any]:
-    """The arrays of the examples, by their names in messages. Sources are left out: they are read as NumPy anyway."""
-    given = [examples for examples in (data.train, data.test) if isinstance(examples, Arrays)]
-    return {f"{examples.name}_{which}": getattr(examples, which) for examples in given for which in ("x", "y")}
+def matching(model: Any, data: Any, **given: Any) -> tuple[Backend, Data]:
+    """The backend of a model, and the data. What is given and the arrays of the data must be of the same framework."""
+    backend, data = of_model(model), data if isinstance(data, Data) else Data(train=data)
+    for examples in (data.train, data.test):
+        if isinstance(examples, Arrays):  # sources are read as NumPy anyway
+            given |= {f"{examples.name}_x": examples.x, f"{examples.name}_y": examples.y}
+    check_mixed(backend, model, **given)
+    return backend, data

@@ -93,6 +93,8 @@ def train(
         command = [sys.executable, "-m", "samestep", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes, engine_for(script, backend)))
     given = {name: value for name, value in settings.items() if value is not None}
+    if run_dir == "none":
+        given["run_dir"] = None
     if script is not None:
         for option, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
             if value is not None:
@@ -103,7 +105,7 @@ def train(
     name = model or "lenet"
     if name not in NAMES:
         raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
-    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), {"progress": True} | given)
+    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), given)
 
 
 def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) -> None:
@@ -111,11 +113,9 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
     from samestep.devices import resolve
     from samestep.training.trainer import Trainer
 
-    whole("", "seed", given.get("seed", 0), most=2**64 - 1)  # the model is made from it before the Trainer checks it
-    folder = given.pop("run_dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    trainer = Trainer(
-        optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
-    )
+    folder = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    usual = {"max_epochs": 10, "schedule": 0.2, "progress": True, "run_dir": folder}
+    trainer = Trainer(optimizer=optimizer, **usual | given)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
@@ -138,8 +138,6 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
 
     if not script.is_file():
         raise Invalid(f"{script} is not a file")
-    if given.get("run_dir") == "none":
-        given["run_dir"] = None
     os.environ[OVERRIDES] = json.dumps(given)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))

@@ -25,7 +25,7 @@ from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.group import Group
 from samestep.training.progress import show
-from samestep.training.recipe import agree, recipe
+from samestep.training.recipe import recipe
 from samestep.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Fit:
         labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked
         self.feed = Feed(backend, data.train, devices, labels)
         self.test = Feed(backend, data.test, devices, labels) if data.test else None
-        about = agree(recipe(settings, model, data, self.shape, self.group, self.rates), world)
+        about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._model = first.model
@@ -192,7 +192,11 @@ class Fit:
                 self.save()
                 if stop:
                     self.stop()
-        self.compare_replicas(self.step)  # waits for every device
+        if len(set(self.group.fingerprints())) > 1:  # waits for every device
+            raise ReplicasDiffer(
+                f"after step {self.step} the replicas on {', '.join(self.result.devices)} are no longer equal: something "
+                "outside samestep wrote to one of them, or a device computes wrongly"
+            )
         table, self.table, n = np.concatenate(self.table), [], len(self.data.train)
         row: dict[str, Any] = {
             "epoch": epoch + 1, "step": self.step, "lr": rates[-1],
@@ -262,10 +266,3 @@ class Fit:
             loss, accuracy = group.evaluate(self.test, self.shape.classes)
             group.close()
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
-
-    def compare_replicas(self, step: int) -> None:
-        if len(set(self.group.fingerprints())) > 1:
-            raise ReplicasDiffer(
-                f"after step {step} the replicas on {', '.join(self.result.devices)} are no longer equal: something outside "
-                "samestep wrote to one of them, or a device computes wrongly"
-            )

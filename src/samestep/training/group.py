@@ -145,22 +145,19 @@ class Group:
         n, settings = len(feed.examples), self.settings
         spans = [span for batch in cut_pass(n, settings.batch_size, settings.shards) for span in batch]
         pass_ = feed.start(np.arange(n), self.spans_here([spans]))
-        table = self._losses_and_hits(Batch(pass_, spans, draws.evaluation_keys(settings.seed, len(spans))))
-        return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
-
-    def _losses_and_hits(self, batch: Batch) -> NDArray[np.float64]:
-        """[loss, hits] of every shard."""
+        batch = Batch(pass_, spans, draws.evaluation_keys(settings.seed, len(spans)))
 
         def compute(replica: Replica, shard: int) -> Vector:
             x, y = batch.shard(shard, replica.device)
             return replica.evaluate(x, y, batch.keys[shard])
 
-        shares = zip(self.replicas, self.plan(len(batch.spans)).shares, strict=True)
+        shares = zip(self.replicas, self.plan(len(spans)).shares, strict=True)
         rows = self.backend.map([partial(compute, replica, shard) for replica, shards in shares for shard in shards])
         home = self.replicas[0].device
-        table: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else np.empty(0)
-        everybody = self.world.collect(np.asarray(table, np.float64).tobytes())
-        return np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)
+        mine: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else np.empty(0)
+        everybody = self.world.collect(np.asarray(mine, np.float64).tobytes())
+        table = np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)  # [loss, hits] of every shard
+        return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
 
     def fingerprints(self) -> list[int]:
         """The fingerprint of every replica of the group. This waits."""

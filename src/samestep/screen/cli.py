@@ -114,7 +114,7 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
     from samestep.training.trainer import Trainer
 
     folder = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    usual = {"max_epochs": 10, "schedule": 0.2, "progress": True, "run_dir": folder}
+    usual: dict[str, Any] = {"max_epochs": 10, "schedule": 0.2, "progress": True, "run_dir": folder}
     trainer = Trainer(optimizer=optimizer, **usual | given)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
     with warnings.catch_warnings():

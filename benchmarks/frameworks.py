@@ -23,7 +23,7 @@ import numpy as np
 from machine import keep, machine, table
 
 import samestep as ss
-from samestep import backends
+from samestep.backends import find
 
 BATCH, RATE = 256, 0.1
 MODELS: dict[str, dict[str, Any]] = {"lenet": {}, "mlp": {"dropout": 0.0}}
@@ -81,14 +81,14 @@ def main() -> None:
     names = options.models.split(",")
     rows = [row for name in names for row in measure(options.backend, name, options.rounds, STEPS[name], shards)]
     what = f"batch {BATCH}, {options.rounds} rounds"
-    print(f"{machine()['name']}, {options.backend} {backends.installed(options.backend)}, {what}")
+    print(f"{machine()['name']}, {options.backend} {find.installed(options.backend)}, {what}")
     cells = [
         [r["model"], r["name"], f"{r['ms']:.2f}"]
         + ([f"{r['ratio']:.2f}", f"{r['low']:.2f} - {r['high']:.2f}"] if "ratio" in r else ["", ""])
         for r in rows
     ]
     print(table(["model", "", "ms/step", "ratio", "quartiles"], cells))
-    framework = f"{options.backend} {backends.installed(options.backend)}"
+    framework = f"{options.backend} {find.installed(options.backend)}"
     keep(f"frameworks-{options.backend}", rows, framework=framework, rounds=options.rounds)
 
 

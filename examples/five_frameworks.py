@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 import samestep as ss
-from samestep import backends, models
+from samestep import models
+from samestep.backends import find
 from samestep.runs import checkpoint
 from samestep.runs.run import events
 
@@ -98,7 +99,7 @@ def draw(curves: dict[str, list[float]], found: dict[tuple[str, str], dict[int, 
     from matplotlib import pyplot as plt
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, constrained_layout=True)
-    colours = dict(zip(backends.FRAMEWORKS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    colours = dict(zip(find.FRAMEWORKS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     for i, (name, curve) in enumerate(curves.items()):  # each thinner than the one below it, so that all can be seen
         above.plot(range(1, len(curve) + 1), curve, color=colours[name], linewidth=9 - 2 * i, label=name)
     above.set(ylabel="loss of the step", title="One run, five frameworks")
@@ -127,10 +128,10 @@ def main() -> int:
         backend, precision, folder = options.one
         train(backend, precision, options.model, options.rate, Path(folder))
         return 0
-    pythons = {name: Path(sys.executable) for name in backends.available() if backends.installed(name)}
+    pythons = {name: Path(sys.executable) for name in find.FRAMEWORKS if find.installed(name)}
     if "mxnet" not in pythons and options.mxnet.exists():
         pythons["mxnet"] = options.mxnet
-    for name in backends.FRAMEWORKS:
+    for name in find.FRAMEWORKS:
         if name not in pythons:
             print(f"{name} is not installed, and left out")
     if "torch" not in pythons:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep import backends
+from samestep.backends import find
 from samestep.backends.arrays import device_of, get, num_gpus, put, same_device, try_all_gpus, try_gpu
 from samestep.backends.base import Backend
 from samestep.devices import Device, cpu, gpu, resolve
@@ -134,7 +134,7 @@ def test_try_all_gpus_is_never_empty() -> None:
 def test_an_unknown_framework_is_refused() -> None:
     with pytest.raises(WrongType) as error:
         num_gpus("caffe")
-    assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(backends.FRAMEWORKS)}"
+    assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(find.FRAMEWORKS)}"
 
 
 # The devices of a run
@@ -199,7 +199,7 @@ def test_a_virtual_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(Invalid) as error:
         resolve(["cpu", "cpu:3"], 8, THREE_CPUS)
     assert str(error.value) == "device cpu:3 is not there: fake sees cpu, cpu:1, cpu:2 on this machine"
-    torch_backend = backends.load("torch")
+    torch_backend = find.load("torch")
     listed = ", ".join(map(str, torch_backend.devices()))
     with pytest.raises(Invalid) as error:
         resolve("cpu:2", 8, torch_backend)
@@ -280,7 +280,7 @@ def test_put_takes_arrays_that_cannot_be_written() -> None:
 def test_put_names_the_devices_that_are_there() -> None:
     with pytest.raises(Invalid) as error:
         put(torch.ones(1), "cuda:99")
-    listed = ", ".join(map(str, backends.load("torch").devices()))
+    listed = ", ".join(map(str, find.load("torch").devices()))
     assert str(error.value) == f"device cuda:99 is not there: torch sees {listed} on this machine"
 
 
@@ -299,7 +299,7 @@ def test_where_an_array_is() -> None:
 def test_what_is_no_array_is_refused(ask: Any) -> None:
     with pytest.raises(WrongType) as error:
         ask({"x": 1})
-    assert str(error.value) == f"expected an array of {', '.join(backends.FRAMEWORKS)} or NumPy, got builtins.dict"
+    assert str(error.value) == f"expected an array of {', '.join(find.FRAMEWORKS)} or NumPy, got builtins.dict"
 
 
 def test_same_device_is_the_one_they_are_on() -> None:

@@ -12,21 +12,22 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transfer_job import MODELS, evaluate, made, read, train, trainer
 
-from samestep import backends, models
+from samestep import models
+from samestep.backends import find
 from samestep.errors import Invalid, WrongType
 
 JOB = Path(__file__).with_name("transfer_job.py")
 MXNET = JOB.parents[1] / ".venv-mxnet" / "bin" / "python"  # made by `make test`
 N = 96  # examples
-PYTHONS = {name: Path(sys.executable) for name in backends.FRAMEWORKS if name != "torch" and backends.installed(name)}
+PYTHONS = {name: Path(sys.executable) for name in find.FRAMEWORKS if name != "torch" and find.installed(name)}
 if "mxnet" not in PYTHONS and MXNET.exists():
     PYTHONS["mxnet"] = MXNET
 
 
-@pytest.mark.parametrize("framework", [name for name in backends.FRAMEWORKS if name != "torch"])
+@pytest.mark.parametrize("framework", [name for name in find.FRAMEWORKS if name != "torch"])
 def test_weights_move_to_another_framework_and_back(framework: str, tmp_path: Path) -> None:
     """Trained in one and evaluated in the other: the same hits, and the loss to rounding. Batch norm's statistics included."""
-    if framework not in PYTHONS or framework not in backends.FRAMEWORKS:
+    if framework not in PYTHONS or framework not in find.FRAMEWORKS:
         pytest.skip(f"{framework} is not installed")
     random, data, ours = np.random.default_rng(0), {}, {}
     for name, side in MODELS.items():

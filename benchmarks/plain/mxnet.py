@@ -10,7 +10,7 @@ import numpy as np
 from mxnet import autograd, gluon, nd
 
 from samestep import cpu
-from samestep.backends import load
+from samestep.backends.find import load
 
 
 def loop(model: Any, x: np.ndarray, y: np.ndarray, batch: int, rate: float) -> Callable[[int], tuple[float, float]]:

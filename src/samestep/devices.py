@@ -18,7 +18,7 @@ from samestep.errors import Invalid, WrongType
 from samestep.shards import cut
 
 if TYPE_CHECKING:
-    from samestep.backends import Backend
+    from samestep.backends.base import Backend
     from samestep.processes.place import Place
 
 

@@ -517,10 +517,10 @@ def test_replicas_of_one_device_share_one_copy_of_the_examples(monkeypatch):
 
 VIRTUAL = """
 import jax, numpy as np, samestep as ss
-from samestep import backends
+from samestep.backends import find
 from samestep.models.jax import mlp
 from samestep.training.group import Group
-assert list(map(str, backends.load("jax").devices())) == ["cpu", "cpu:1", "cpu:2", "cpu:3"]
+assert list(map(str, find.load("jax").devices())) == ["cpu", "cpu:1", "cpu:2", "cpu:3"]
 array = ss.put(np.arange(3, dtype=np.float32), "cpu:2", backend="jax")
 assert array.devices() == {jax.devices("cpu")[2]} and ss.device_of(array) == ss.Device("cpu", 2)
 assert ss.put(array, "cpu:2") is array and ss.device_of(ss.put(array, "cpu:1")) == ss.Device("cpu", 1)
@@ -529,14 +529,13 @@ assert ss.get(array).tolist() == [0, 1, 2]
 assert ss.device_of(copy) == ss.Device("cpu", 3) and ss.get(copy).tolist() == [0, 1, 2]
 r = np.random.default_rng(0)
 x, y = r.random((64, 784), dtype=np.float32), r.integers(0, 10, 64)
-seen = Group.of
-def group(*given):
-    made = seen(*given)
+make = Group.__init__
+def init(made, *given):
+    make(made, *given)
     places = {replica.parameters.devices().pop() for replica in made.replicas}
     assert len(places) == len({str(replica.device) for replica in made.replicas})
     assert [ss.device_of(replica.parameters) for replica in made.replicas] == [replica.device for replica in made.replicas]
-    return made
-Group.of = staticmethod(group)
+Group.__init__ = init
 for devices in ("cpu", ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], 3, ["cpu:3"]):
     run = ss.Trainer(max_epochs=2, batch_size=32, devices=devices, progress=False).fit(mlp((784, 32, 10), 0), (x, y))
     assert run.model.params["dense1.weight"].devices() == {jax.devices("cpu")[3 if devices == ["cpu:3"] else 0]}

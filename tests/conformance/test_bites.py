@@ -54,9 +54,9 @@ def watched_groups(monkeypatch, touch=lambda group: None):
     """How many devices the current run has, for twins that need to know; `touch` is called with each new group."""
     make, seen = grouping.Group.__init__, {}
 
-    def init(self, backend, replicas, *rest):
-        seen["devices"] = len(replicas)
-        make(self, backend, replicas, *rest)
+    def init(self, settings, backend, model, devices, world):
+        seen["devices"] = len(devices)
+        make(self, settings, backend, model, devices, world)
         touch(self)
 
     monkeypatch.setattr(grouping.Group, "__init__", init)

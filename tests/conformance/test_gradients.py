@@ -11,7 +11,8 @@ import reference
 import samestep as ss
 from conformance import suite
 from conformance.precision import PRECISIONS, computing_in, double
-from samestep import backends, models
+from samestep import models
+from samestep.backends import find
 
 EXAMPLES, SHARDS, SHARD = 6, 8, 3
 MODELS = ("mlp", "lenet", "lenet_modern")
@@ -64,7 +65,7 @@ def gradient(name: str, precision: str) -> tuple[float, dict[str, np.ndarray], i
     x = x.astype(precision)
     with computing_in(precision):
         model = model_of(name, precision)
-        backend = backends.of_model(model)
+        backend = find.of_model(model)
         with backend.session([device], deterministic=True, threads=1):
             backend.probe(model, None, x[:1], y[:1], "x")
             replica = backend.replica(model, None, device, SHARDS)

@@ -4,7 +4,7 @@ import numpy as np
 
 import samestep as ss
 from conformance import suite
-from samestep import backends
+from samestep.backends import find
 from samestep.data.feed import Pass
 
 RANDOM = np.random.default_rng(0)
@@ -13,7 +13,7 @@ X, Y = RANDOM.random((32, 1, 28, 28), dtype=np.float32), RANDOM.integers(0, 10, 
 
 def put_and_gathered(devices, monkeypatch):
     """How often a fit on so many devices put the examples on one, and from how many arrays it gathered shards."""
-    backend = backends.load(suite.BACKEND)
+    backend = find.load(suite.BACKEND)
     original_put, original_take = backend.put, backend.take
     puts, sources = [], []
 

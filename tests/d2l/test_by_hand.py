@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep import backends
+from samestep.backends import find
 from samestep.d2l.by_hand import WAYS, allreduce, replicate, split_batch
 from samestep.devices import cpu, gpu
 from samestep.errors import DevicesDiffer, Invalid, WrongType
@@ -169,7 +169,7 @@ def test_the_tree_is_the_default() -> None:
             ["a", "b"],
             "tree",
             WrongType,
-            f"expected an array of {', '.join(backends.FRAMEWORKS)} or NumPy, got builtins.str",
+            f"expected an array of {', '.join(find.FRAMEWORKS)} or NumPy, got builtins.str",
         ),
     ],
 )

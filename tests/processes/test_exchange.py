@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep import backends
+from samestep.backends import find
 from samestep.devices import cpu
 from samestep.errors import Invalid
 from samestep.processes import exchange
@@ -22,7 +22,7 @@ from samestep.processes.exchange import Across
 from samestep.processes.world import World
 from samestep.shards import Fold, cut, parts
 
-BACKEND = backends.load("torch")
+BACKEND = find.load("torch")
 DEADLINE = process_job.DEADLINE
 
 

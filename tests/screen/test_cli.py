@@ -21,7 +21,7 @@ import pytest
 from test_checkpoint import be_patient
 
 import samestep as ss
-from samestep import backends
+from samestep.backends import find
 from samestep.data import fashion
 from samestep.processes.place import OVERRIDES
 from samestep.runs import verify
@@ -466,8 +466,8 @@ def test_train_with_torch_by_name_is_the_default(samestep: Samestep) -> None:
 
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_a_framework_that_is_not_installed(command: str, samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = backends.installed
-    monkeypatch.setattr(backends, "installed", lambda name: None if name == "paddle" else there(name))
+    there = find.installed
+    monkeypatch.setattr(find, "installed", lambda name: None if name == "paddle" else there(name))
     done = samestep(command, "--backend", "paddle")
     assert done == Done(2, "", "samestep: 'paddle' is not installed; pip install 'samestep[paddle]'\n")
     assert written() == []
@@ -493,7 +493,7 @@ def test_verify_runs_the_built_in_job_with_the_framework() -> None:
 def test_devices(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each framework is asked in a process of its own; here only PyTorch and one that cannot be loaded."""
     versions = {"torch": metadata.version("torch"), "jax": "0.0"}
-    monkeypatch.setattr(backends, "installed", versions.get)
+    monkeypatch.setattr(find, "installed", versions.get)
     ask = cli._ask
     monkeypatch.setattr(cli, "_ask", lambda name: ask(name if name == "torch" else "caffe"))
     done = samestep("devices")
@@ -503,7 +503,7 @@ def test_devices(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
     total, used = float(cpu[1]), float(cpu[3])
     assert cpu[2] == cpu[4] == "GiB"
     assert 0 < used < total
-    seen = [str(device) for device in backends.load("torch").devices()]
+    seen = [str(device) for device in find.load("torch").devices()]
     assert ["torch", versions["torch"], *", ".join(seen).split()] in lines
     assert " ".join(lines[-4]).startswith(
         "jax 0.0 cannot be loaded: samestep.errors.WrongType: no backend 'caffe': samestep has torch, "
@@ -637,7 +637,7 @@ def test_devices_without_a_framework(samestep: Samestep, monkeypatch: pytest.Mon
     def none() -> None:
         raise BackendMissing("no framework is installed; pip install 'samestep[torch]'")
 
-    monkeypatch.setattr("samestep.backends.default", none)
+    monkeypatch.setattr("samestep.backends.find.default", none)
     done = samestep("devices")
     assert done.status == 0
     assert "no framework is installed; pip install 'samestep[torch]'" in done.out

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep as ss
-from samestep import backends, draws
+from samestep import draws
+from samestep.backends import find
 from samestep.errors import BackendMissing, Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
 from samestep.models import torch as models
 from samestep.shards import cut
@@ -360,7 +361,7 @@ def test_models_that_cannot_be_trained():
     message = str(caught.value)
     assert message.startswith("model must be a model of torch (a torch.nn.Module), jax (a flax module, or ")
     assert message.endswith("; got builtins.dict")
-    assert all(f"{name} (" in message for name in backends.FRAMEWORKS)
+    assert all(f"{name} (" in message for name in find.FRAMEWORKS)
     with pytest.raises(WrongType, match="must all be float32 or all float64, got bfloat16, float32"):
         trainer().fit(Mixed(), numbers())
 
@@ -432,7 +433,7 @@ def test_arrays_of_another_framework_are_named(which, name, monkeypatch):
 
 
 def test_a_model_of_a_framework_that_is_not_installed(monkeypatch):
-    there = backends.installed
+    there = find.installed
     monkeypatch.setattr("samestep.backends.find.installed", lambda name: None if name == "paddle" else there(name))
     monkeypatch.delitem(sys.modules, "samestep.backends.paddle.backend", raising=False)
     with pytest.raises(BackendMissing, match=r"^'paddle' is not installed; pip install 'samestep\[paddle\]'$"):

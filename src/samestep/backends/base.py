@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.backends.layout import Layout, Numbers, Tensors
 from samestep.backends.losses import Losses
+from samestep.backends.losses import Shape as Shape
 from samestep.backends.workers import Workers
 from samestep.devices import Device, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
@@ -34,14 +35,6 @@ if TYPE_CHECKING:
 Array = Any  # an array of the framework
 Vector = Any  # a flat vector of the framework
 Task = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a model makes of one example, found before training starts."""
-
-    classes: int | None  # the length of the output if it is one score per class, else None
-    dtype: str  # of the weights, as NumPy names it
 
 
 class Replica(ABC):

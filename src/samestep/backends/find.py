@@ -14,11 +14,10 @@ import numpy as np
 from samestep.backends.base import Backend
 from samestep.errors import BackendMissing, WrongType
 
-# Framework → the package to ask for its version, in the order in which a default is looked for.
-FRAMEWORKS = {"torch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddlepaddle", "mxnet": "mxnet"}
 # Packages whose models, arrays, optimizers and schedules are a framework's.
 ALSO = {"flax": "jax", "jaxlib": "jax", "optax": "jax", "keras": "tensorflow"}
-MODELS = {
+# Framework → what its models are, in the order in which a default is looked for.
+FRAMEWORKS = {
     "torch": "a torch.nn.Module",
     "jax": "a flax module, or a samestep.models.jax.Pair of a function and its parameters",
     "tensorflow": "a keras.Model or a tf.Module",
@@ -30,7 +29,7 @@ MODELS = {
 def installed(name: str) -> str | None:
     """The installed version of a framework, without importing it; None if there is none."""
     try:
-        return metadata.version(FRAMEWORKS[name])
+        return metadata.version("paddlepaddle" if name == "paddle" else name)
     except metadata.PackageNotFoundError:
         module = sys.modules.get(name)
         if module is None and importlib.util.find_spec(name) is None:
@@ -106,7 +105,7 @@ def of_model(model: object) -> Backend:
     for name in FRAMEWORKS:
         if name in found and load(name).owns(model):
             return load(name)
-    known = ", ".join(f"{name} ({MODELS[name]})" for name in FRAMEWORKS)
+    known = ", ".join(f"{name} ({models})" for name, models in FRAMEWORKS.items())
     raise WrongType(f"model must be a model of {known}; got {_kind(type(model))}")
 
 

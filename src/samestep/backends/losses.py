@@ -1,23 +1,50 @@
-"""Losses and hits of a shard, the same in every framework: what a user's loss may return, and what is counted as a hit."""
+"""What a model gives, the same in every framework: its losses and hits, and checks with one example before a run begins."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from samestep.backends.layout import Numbers
 from samestep.errors import Invalid, WrongType
 
 Array = Any  # an array of the framework
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a model makes of one example, found before training starts."""
+
+    classes: int | None  # the length of the output if it is one score per class, else None
+    dtype: str  # of the weights, as NumPy names it
+
+
+def check_weights(model: str, dtypes: Iterable[str]) -> str:
+    """The one type of the trained weights, from the types of all of them."""
+    found = sorted(set(dtypes))
+    if not found:
+        raise Invalid(f"the model {model} has no parameters to train")
+    if found not in (["float32"], ["float64"]):
+        raise WrongType(f"the trained parameters must all be float32 or all float64, got {', '.join(found)}")
+    return found[0]
+
+
+def check_examples(name: str, x: Numbers, dtype: str) -> None:
+    if x.dtype.kind == "f" and str(x.dtype) != dtype:
+        raise convert(name, x, dtype)
+
+
+def convert(name: str, x: Numbers, dtype: str) -> WrongType:
+    """The error for examples that are not of the weights' type."""
+    return WrongType(f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')")
+
+
 class Losses(ABC):
-    """The part of a Backend that computes losses."""
+    """The part of a Backend that computes losses. It also says what a user's loss may return, and what counts as a hit."""
 
-    word = "tensor"  # the framework's word for an array
-
-    @property
-    def a_word(self) -> str:
-        return f"{'an' if self.word[0] in 'aeiou' else 'a'} {self.word}"
+    an_array = "a tensor"  # the framework's word for an array
 
     @abstractmethod
     def is_array(self, thing: object) -> bool:
@@ -30,7 +57,7 @@ class Losses(ABC):
         value = self.call_loss(loss, output, y)
         if not self.is_array(value):
             raise WrongType(
-                f"loss must return {self.a_word} (a loss per example, or their mean), got {type(value).__name__}"
+                f"loss must return {self.an_array} (a loss per example, or their mean), got {type(value).__name__}"
             )
         if self.is_single(value):
             return value if getattr(loss, "reduction", "mean") == "sum" else value * self.count(y, value)
@@ -72,3 +99,19 @@ class Losses(ABC):
     @abstractmethod
     def zero(self, like: Array) -> Array:
         """The number 0, on the device of this array."""
+
+    def check_output(self, output: Any, y: Numbers, loss: Any, dtype: str) -> Shape:
+        """Check the output for one example, and describe it."""
+        shape = tuple(output.shape) if self.is_array(output) else None
+        whole, rank = y.dtype.kind in "iu", -1 if shape is None else len(shape)
+        if loss is None and not (rank > 1 and whole):
+            got = type(output).__name__ if shape is None else f"{self.an_array} of shape {shape}"
+            raise WrongType(
+                f"the default loss, softmax cross-entropy, needs {self.an_array} of scores per class and whole-number labels, "
+                f"got {got} and labels of {y.dtype}: pass loss=f(output, y)"
+            )
+        if loss is None and rank == 2 and y.ndim != 1:
+            raise Invalid(
+                f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)"
+            )
+        return Shape(shape[1] if shape is not None and rank == 2 and y.ndim == 1 and whole else None, dtype)

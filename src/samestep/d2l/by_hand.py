@@ -17,7 +17,7 @@ from samestep.processes.exchange import exchange
 from samestep.shards import Fold, cut
 
 if TYPE_CHECKING:
-    from samestep.backends import Array, Backend, Vector
+    from samestep.backends.base import Array, Backend, Vector
 
 WAYS = ("tree", "gather", "ring", "sharded")
 

@@ -22,7 +22,7 @@ from samestep.errors import Invalid
 from samestep.shards import Span
 
 if TYPE_CHECKING:
-    from samestep.backends import Backend, Shape
+    from samestep.backends.base import Backend, Shape
 
 READ_AHEAD = 32  # shards
 SHARE_OF_DEVICE = 0.25  # of a GPU's free memory that data may take and still be kept there

@@ -116,10 +116,10 @@ def load(model: Any, weights: Mapping[str, NDArray[Any]] | str | os.PathLike[str
         samestep export runs/of-torch weights.safetensors
         samestep.models.load(samestep.models.jax.lenet(), "weights.safetensors")
     """
-    from samestep import backends
+    from samestep.backends import find
     from samestep.devices import cpu
 
-    replica = backends.of_model(model).replica(model, None, cpu(), 1)
+    replica = find.of_model(model).replica(model, None, cpu(), 1)
     own, given = replica.tensors(), _read(weights)
     for words, names in (
         ("has no", own.keys() - given.keys()),

@@ -46,9 +46,10 @@ def path_average() -> Average:
 
 
 class Averager:
-    """Keeps an average of one replica's weights, and of its buffers of real numbers, while it trains."""
+    """Keeps an average of one replica's weights, and of its buffers of real numbers, while it trains, if one is wanted."""
 
-    def __init__(self, average: Average, replica: Replica, steps_per_epoch: int, max_epochs: int) -> None:
+    def __init__(self, average: Average | None, replica: Replica, steps_per_epoch: int, max_epochs: int) -> None:
+        average = average or Average("none")
         self.average, self.replica = average, replica
         self.total = 0.0  # how much all that was averaged so far counts
         self.vectors: list[Any] = []
@@ -57,8 +58,8 @@ class Averager:
         if self._start > steps_per_epoch * max_epochs:
             raise Invalid(f"swa: start={average.start} {average.unit} is after the end of the training")
 
-    def before(self, t: int, lr: float) -> None:
-        """Called before an update, when t updates have been made."""
+    def before(self, lr: float) -> None:
+        """Called before an update with this rate."""
         if self.average.kind == "path":
             self._add(lr)
 

@@ -2,8 +2,8 @@
 
 An optimizer is a frozen value. `slots` names the flat vectors that it keeps beside the weights (all start at zero). `update`
 returns new weights and new slots from the weights x, the gradient g, the slots, the rate and t, the number of updates already
-made. The `change` of a Descent is what to subtract from the weights, so that this can be done in place. All arithmetic is
-+, -, *, / and square roots, element by element, so neither threads nor slices can change a bit.
+made. The `direction` of a Descent, times the rate, is what to subtract from the weights, so that this can be done in place.
+All arithmetic is +, -, *, / and square roots, element by element, so neither threads nor slices can change a bit.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from samestep.errors import Invalid
 
 Vector = Any  # a flat vector of any framework
 State = dict[str, Vector]
+Updated = tuple[Vector, State]  # new weights, or the direction to them, and new slots
 
 
 class Optimizer(ABC):
@@ -34,9 +35,7 @@ class Optimizer(ABC):
         return False
 
     @abstractmethod
-    def update(
-        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
-    ) -> tuple[Vector, State]:
+    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None) -> Updated:
         """New weights and new slots."""
 
 
@@ -44,18 +43,11 @@ class Descent(Optimizer):
     """An optimizer without noise: it subtracts a direction times the rate from the weights."""
 
     @abstractmethod
-    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]: ...
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> Updated: ...
 
-    def change(self, x: Vector, g: Vector, state: State, lr: float, t: int) -> tuple[Vector, State]:
-        """What to subtract from the weights."""
+    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None) -> Updated:
         direction, state = self.direction(x, g, state, t)
-        return direction * lr, state
-
-    def update(
-        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
-    ) -> tuple[Vector, State]:
-        change, state = self.change(x, g, state, lr, t)
-        return x - change, state
+        return x - direction * lr, state
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class SGD(Descent):
     def slots(self) -> tuple[str, ...]:
         return ("velocity",) if self.momentum else ()
 
-    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> Updated:
         if self.weight_decay:
             g = g + x * self.weight_decay
         if not self.momentum:
@@ -83,13 +75,10 @@ class SGD(Descent):
 class AdaGrad(Descent):
     """AdaGrad; see `adagrad`."""
 
+    slots = ("squares",)
     eps: float = 1e-10
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("squares",)
-
-    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> Updated:
         s = state["squares"] + g * g
         return g / (s**0.5 + self.eps), {"squares": s}
 
@@ -98,17 +87,14 @@ class AdaGrad(Descent):
 class Adam(Descent):
     """Adam and AdamW; see `adam` and `adamw`."""
 
+    slots = ("mean", "square")
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return ("mean", "square")
-
-    def direction(self, x: Vector, g: Vector, state: State, t: int) -> tuple[Vector, State]:
+    def direction(self, x: Vector, g: Vector, state: State, t: int) -> Updated:
         if self.weight_decay and not self.decoupled:
             g = g + x * self.weight_decay
         m = state["mean"] * self.beta1 + g * (1 - self.beta1)
@@ -124,15 +110,10 @@ class Adam(Descent):
 class SGLD(Optimizer):
     """Stochastic gradient Langevin dynamics; see `sgld`."""
 
+    noisy = True
     temperature: float = 1.0
 
-    @property
-    def noisy(self) -> bool:
-        return True
-
-    def update(
-        self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None
-    ) -> tuple[Vector, State]:
+    def update(self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None) -> Updated:
         return x - g * lr + z * sqrt(2 * lr * self.temperature), state
 
 

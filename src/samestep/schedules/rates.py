@@ -27,7 +27,7 @@ from samestep.schedules.plateau import Plateau
 from samestep.schedules.text import parse
 
 if TYPE_CHECKING:
-    from samestep.backends import Backend, Shape, Updater
+    from samestep.backends.base import Backend, Shape, Updater
 
 
 def check_schedule(schedule: Any) -> Any:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from samestep import __version__, backends
+from samestep import __version__
+from samestep.backends import find
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
@@ -56,7 +58,7 @@ def train(
     context: typer.Context,
     script: Annotated[Path | None, argument("Your own script, with a Trainer in it; its arguments follow --.")] = None,
     model: Annotated[str | None, option(f"{', '.join(NAMES)}  [lenet]")] = None,
-    backend: Annotated[str | None, option(f"Framework: {', '.join(backends.FRAMEWORKS)}  [torch]")] = None,
+    backend: Annotated[str | None, option(f"Framework: {', '.join(find.FRAMEWORKS)}  [torch]")] = None,
     devices: Annotated[str | None, option("auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
     shards: Annotated[int | None, option("Pieces a batch is cut into  [8]")] = None,
     batch_size: Annotated[int | None, option("Examples per update  [256]")] = None,
@@ -91,6 +93,8 @@ def train(
         command = [sys.executable, "-m", "samestep", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes, engine_for(script, backend)))
     given = {name: value for name, value in settings.items() if value is not None}
+    if run_dir == "none":
+        given["run_dir"] = None
     if script is not None:
         for option, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
             if value is not None:
@@ -101,7 +105,7 @@ def train(
     name = model or "lenet"
     if name not in NAMES:
         raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
-    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), {"progress": True} | given)
+    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), given)
 
 
 def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) -> None:
@@ -109,15 +113,13 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
     from samestep.devices import resolve
     from samestep.training.trainer import Trainer
 
-    whole("", "seed", given.get("seed", 0), most=2**64 - 1)  # the model is made from it before the Trainer checks it
-    folder = given.pop("run_dir", f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    trainer = Trainer(
-        optimizer=optimizer, run_dir=None if folder == "none" else folder, **{"max_epochs": 10, "schedule": 0.2} | given
-    )
+    folder = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    usual: dict[str, Any] = {"max_epochs": 10, "schedule": 0.2, "progress": True, "run_dir": folder}
+    trainer = Trainer(optimizer=optimizer, **usual | given)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
-        backend = backends.load(framework)
+        backend = find.load(framework)
     resolve(trainer.devices, trainer.shards, backend)  # before the data is fetched
     models = importlib.import_module(f"samestep.models.{framework}")
     run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
@@ -136,8 +138,6 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
 
     if not script.is_file():
         raise Invalid(f"{script} is not a file")
-    if given.get("run_dir") == "none":
-        given["run_dir"] = None
     os.environ[OVERRIDES] = json.dumps(given)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
@@ -163,7 +163,7 @@ def verify(
 
     If there is a difference, the first one is shown and the exit status is 1.
     """
-    from contextlib import ExitStack
+    from contextlib import nullcontext
 
     from rich.live import Live
 
@@ -174,14 +174,12 @@ def verify(
     if script is not None and backend is not None:
         raise Invalid(f"--backend goes with the built-in job; {script} has a model of its own")
     if backend is not None:
-        backends.check(backend)
+        find.check(backend)
     job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
     counts = module.counts("--devices", devices), module.counts("--processes", processes)
-    with ExitStack() as stack:
-        tell: Any = lambda report: None  # noqa: E731
-        if not as_json and out.is_terminal:
-            live = stack.enter_context(Live(console=out, refresh_per_second=4, transient=True))
-            tell = lambda report: live.update(module.table(report))  # noqa: E731
+    live = Live(console=out, refresh_per_second=4, transient=True)
+    with live if out.is_terminal and not as_json else nullcontext():
+        tell = lambda report: live.update(module.table(report))  # noqa: E731
         report = module.verify(
             job, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
         )
@@ -226,32 +224,31 @@ def devices() -> None:
     """Every device with its memory; and which frameworks are installed, with the devices that each can use."""
     table = Table("device", "memory", "used", box=None, pad_edge=False)
     try:
-        backend = backends.default()
+        backend = find.default()
         for device in backend.devices():
             total, used = backend.memory(device)
             table.add_row(str(device), f"{total / 2**30:.1f} GiB", f"{used / 2**30:.1f} GiB")
         out.print(table, "")
     except SamestepError as error:
         out.print(f"{error}\n", markup=False)  # it names an extra in brackets
-    versions = {name: backends.installed(name) for name in backends.FRAMEWORKS}
-    asked = {name: _ask(name) for name in versions if versions[name]}  # at once: some take seconds to start
+    versions = {name: find.installed(name) for name in find.FRAMEWORKS}
     out.print(f"{'framework':<11} {'version':<15} devices")
-    for name, version in versions.items():  # not a table, which would wrap a long error
-        seen = _answer(asked[name]) if name in asked else ""
-        out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
+    with ThreadPoolExecutor() as pool:  # all are asked at once: some take seconds to start
+        asked = {name: pool.submit(_ask, name) for name in versions if versions[name]}
+        for name, version in versions.items():  # not a table, which would wrap a long error
+            seen = asked[name].result() if name in asked else ""
+            out.print(f"{name:<11} {version or 'not installed':<15} {seen}".rstrip(), markup=False)
 
 
-def _ask(framework: str) -> subprocess.Popen[str]:
+def _ask(framework: str) -> str:
     """Ask a framework for its devices, in a process of its own: some cannot be loaded together."""
-    code = f"from samestep.backends import load; print(*load({framework!r}).devices(), sep=', ')"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _answer(asked: subprocess.Popen[str]) -> str:
-    said, complaint = asked.communicate()
-    lines = (complaint if asked.returncode else said).strip().splitlines()  # a framework may print lines of its own
-    last = lines[-1] if lines else f"status {asked.returncode}"
-    return f"cannot be loaded: {last}" if asked.returncode else last
+    code = f"from samestep.backends.find import load; print(*load({framework!r}).devices(), sep=', ')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = (
+        (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    )  # a framework may print lines of its own
+    last = lines[-1] if lines else f"status {done.returncode}"
+    return f"cannot be loaded: {last}" if done.returncode else last
 
 
 @app.command()

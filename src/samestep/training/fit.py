@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -19,18 +18,18 @@ from samestep.devices import Device
 from samestep.errors import NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
 from samestep.processes.world import World
-from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
+from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
 from samestep.runs.folder import RunFolder
-from samestep.runs.run import Event, Run, events
+from samestep.runs.run import Event, Run, chain, events
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.group import Group
 from samestep.training.progress import show
-from samestep.training.recipe import agree, recipe
+from samestep.training.recipe import recipe
 from samestep.training.signals import Signals
 
 if TYPE_CHECKING:
-    from samestep.training.settings import Settings
+    from samestep.training.trainer import Trainer
 
 LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
 
@@ -39,28 +38,27 @@ class Fit:
     """What one fit needs while it runs."""
 
     def __init__(
-        self, settings: Settings, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
+        self, settings: Trainer, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
     ) -> None:
         self.settings, self.backend, self.data, self.devices, self.world = settings, backend, data, devices, world
         self.shape = probe(backend, model, settings.loss, data.train)
         if data.test:
             probe(backend, model, settings.loss, data.test)  # an error comes now, and not after an epoch
-        self.group = Group.of(settings, backend, model, devices, world)
+        self.group = Group(settings, backend, model, devices, world)
         self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         updater = self.group.updaters[0]
         self.rates = Rates(settings.schedule, backend, updater, steps, settings.max_epochs, self.shape)
-        self.averager = Averager(settings.average, first, steps, settings.max_epochs) if settings.average else None
+        self.averager = Averager(settings.average, first, steps, settings.max_epochs)
         labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked
         self.feed = Feed(backend, data.train, devices, labels)
         self.test = Feed(backend, data.test, devices, labels) if data.test else None
-        about = agree(recipe(settings, model, data, self.shape, self.group, self.rates), world)
+        about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._model = first.model
         self.step = 0  # updates made
         self.last = steps * settings.max_epochs
-        self.chain = hashlib.sha256()  # of the fingerprints of all steps
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
         self.folder: RunFolder | None = None
@@ -86,7 +84,7 @@ class Fit:
                     self.epoch(epoch)
             self.end()
             failed = False
-            if self.signals.asked:  # after the last vote: the run is complete, but the signal still counts
+            if self.signals.number:  # after the last vote: the run is complete, but the signal still counts
                 self.signals.end()
         finally:
             for closing in (self.feed, self.test, display, self.group):
@@ -117,39 +115,35 @@ class Fit:
         for replica, updater in zip(self.group.replicas, self.group.updaters, strict=True):
             replica.load(found.group("model"))
             updater.load(found.group("optimizer"))
-        if self.averager:
-            self.averager.restore(found.about["average"], found.group("average"))
+        self.averager.restore(found.about["average"], found.group("average"))
         devices = self.result.devices
         self.result.recipe["initial"] = found.about["recipe"]["initial"]
         self.result.replay(log)
-        self.chain.update("".join(self.result.fingerprints).encode())
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
         for row in self.result.history:
             self.rates.observe(row)
-        steps = [event for event in log if event["event"] == "steps" and event["epoch"] > len(self.result.history)]
-        for event in steps:
-            losses = np.array(event["loss"], np.float64)
-            hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
-            self.table.append(np.stack([losses, hits], 1))
-
-    def tensors(self) -> Tensors:
-        """All tensors of a checkpoint. They may share memory with the model in training."""
-        first = self.group.replicas[0]
-        groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
-        if self.averager and self.averager.vectors:
-            groups["average"] = first.tensors(self.averager.vectors)
-        return {f"{kind}:{name}": tensor for kind, tensors in groups.items() for name, tensor in tensors.items()}
+        for event in log:
+            if event["event"] == "steps" and event["epoch"] > len(self.result.history):
+                losses = np.array(event["loss"], np.float64)
+                hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
+                self.table.append(np.stack([losses, hits], 1))
 
     def save(self) -> None:
         """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
-        if self.folder:
-            row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
-            about = {
-                "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": self.chain.hexdigest(),
-                "average": self.averager.total if self.averager else None,
-                "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
-            }  # fmt: skip
-            self.folder.save(about, self.tensors())
+        if not self.folder:
+            return
+        row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
+        about = {
+            "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": chain(self.result.fingerprints),
+            "average": self.averager.total if self.settings.average else None,
+            "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
+        }  # fmt: skip
+        first = self.group.replicas[0]
+        groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
+        if self.averager.vectors:
+            groups["average"] = first.tensors(self.averager.vectors)
+        tensors = {f"{kind}:{name}": tensor for kind, named in groups.items() for name, tensor in named.items()}
+        self.folder.save(about, tensors)
 
     def end(self) -> None:
         tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
@@ -163,8 +157,7 @@ class Fit:
                 self.folder.writer.flush()  # a run killed with weights but no checkpoint could not be resumed
             self.folder.weights(tensors)
             self.result.folder = self.folder.path
-        if self.averager:
-            self.average()
+        self.average()
         self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint})
         self.world.collect(b"")  # all end together, when rank 0 has written everything
 
@@ -184,13 +177,11 @@ class Fit:
         pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
-            vote = self.world.vote(self.signals.asked)
-            if self.averager:
-                self.averager.before(self.step, rates[i])
+            vote = self.world.vote(self.signals.number > 0)
+            self.averager.before(rates[i])
             numbers = self.group.step(Batch(pass_, spans, next(keys)), rates[i], self.step)
             self.step += 1
-            if self.averager:
-                self.averager.after(self.step)
+            self.averager.after(self.step)
             pending.append((numbers, self.group.replicas[0].fingerprint()))
             stop, last = self.world.agreed(vote), i + 1 == steps
             due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
@@ -201,7 +192,11 @@ class Fit:
                 self.save()
                 if stop:
                     self.stop()
-        self.compare_replicas(self.step)  # waits for every device
+        if len(set(self.group.fingerprints())) > 1:  # waits for every device
+            raise ReplicasDiffer(
+                f"after step {self.step} the replicas on {', '.join(self.result.devices)} are no longer equal: something "
+                "outside samestep wrote to one of them, or a device computes wrongly"
+            )
         table, self.table, n = np.concatenate(self.table), [], len(self.data.train)
         row: dict[str, Any] = {
             "epoch": epoch + 1, "step": self.step, "lr": rates[-1],
@@ -210,7 +205,7 @@ class Fit:
             "test_loss": None, "test_accuracy": None, "seconds": time.perf_counter() - began,
         }  # fmt: skip
         if self.test:
-            row["test_loss"], row["test_accuracy"] = self.evaluate(self.group, self.test)
+            row["test_loss"], row["test_accuracy"] = self.group.evaluate(self.test, self.shape.classes)
             if not math.isfinite(row["test_loss"]):
                 raise NotFinite(
                     f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
@@ -249,7 +244,6 @@ class Fit:
             )
         hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
-        self.chain.update("".join(hexes).encode())
         batches = self.batches[start : start + len(pending)]
         self.emit({
             "event": "steps", "epoch": epoch + 1, "first": first, "lr": rates[start : start + len(pending)],
@@ -260,26 +254,15 @@ class Fit:
 
     def average(self) -> None:
         """Add the averaged weights to the run, and evaluate them."""
-        assert self.averager is not None
-        settings, first, vectors = self.settings, self.group.replicas[0], self.averager.vectors
+        first, vectors = self.group.replicas[0], self.averager.vectors
         if not vectors:
-            return  # every rate was zero
+            return  # none was wanted, or every rate was zero
         self.result.average = {name: np.array(tensor) for name, tensor in first.tensors(vectors).items()}
         self.result._average_model = lambda: first.model(vectors)
         if self.folder:
             self.folder.weights(self.result.average, "average.safetensors")
         if self.test:
-            group = Group.of(settings, self.backend, first.model(vectors), self.devices, self.world)
-            loss, accuracy = self.evaluate(group, self.test)
+            group = Group(self.settings, self.backend, first.model(vectors), self.devices, self.world)
+            loss, accuracy = group.evaluate(self.test, self.shape.classes)
             group.close()
             self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
-
-    def evaluate(self, group: Group, feed: Feed) -> tuple[float, float | None]:
-        return group.evaluate(feed, self.settings.batch_size, self.shape.classes)
-
-    def compare_replicas(self, step: int) -> None:
-        if len(set(self.group.fingerprints())) > 1:
-            raise ReplicasDiffer(
-                f"after step {step} the replicas on {', '.join(self.result.devices)} are no longer equal: something outside "
-                "samestep wrote to one of them, or a device computes wrongly"
-            )

@@ -23,7 +23,7 @@ from samestep.errors import Invalid
 from samestep.optimizers.rules import Optimizer
 from samestep.optimizers.updating import FlatUpdater
 from samestep.processes.exchange import Across
-from samestep.processes.world import Alone, World
+from samestep.processes.world import World
 from samestep.runs.checkpoint import pack, unpack
 from samestep.shards import Span, cut, cut_pass, parts, tree_sum
 from samestep.training.step import Step, StepAcross
@@ -31,7 +31,7 @@ from samestep.training.step import Step, StepAcross
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica, Updater, Vector
     from samestep.devices import Device
-    from samestep.training.settings import Settings
+    from samestep.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -56,36 +56,22 @@ class Group:
     """The replicas of a run, each with its optimizer. Of replicas in other processes, only the count is known."""
 
     def __init__(
-        self,
-        backend: Backend,
-        replicas: Sequence[Replica],
-        optimizer: Any,
-        shards: int,
-        clip: float = 0.0,
-        seed: int = 0,
-        world: World | None = None,
+        self, settings: Trainer, backend: Backend, model: Any, devices: Sequence[Device], world: World
     ) -> None:
-        self.backend, self.replicas = backend, list(replicas)
-        self.world: World = world or Alone()
-        counts = [int(text) for text in self.world.collect(str(len(self.replicas)).encode())]
+        """With a replica of the model on each device."""
+        self.settings, self.backend, self.world, shards = settings, backend, world, settings.shards
+        self.replicas = [backend.replica(model, settings.loss, d, shards, settings.capture) for d in devices]
+        counts = [int(text) for text in world.collect(str(len(devices)).encode())]
         self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of each process
         self.size = self.processes[-1][1]
         if self.size > shards:
             raise Invalid(
-                f"{self.world.size} processes with {self.size} devices in all need at least {self.size} shards, got "
+                f"{world.size} processes with {self.size} devices in all need at least {self.size} shards, got "
                 f"shards={shards}: raise shards or use fewer"
             )
-        self.optimizer, self.shards, self.clip, self.seed = optimizer, shards, clip, seed
-        self._kind_of_step = Step if self.world.size == 1 else StepAcross
+        self._kind_of_step = Step if world.size == 1 else StepAcross
         self._numbers = backend.compiled(Last(2 * shards))
         self._plans: dict[int, Plan] = {}
-
-    @staticmethod
-    def of(settings: Settings, backend: Backend, model: Any, devices: Sequence[Device], world: World) -> Group:
-        """A group with a replica of the model on each device."""
-        replicas = [backend.replica(model, settings.loss, d, settings.shards, settings.capture) for d in devices]
-        clip = settings.gradient_clip_val
-        return Group(backend, replicas, settings.optimizer, settings.shards, clip, settings.seed, world)
 
     @cached_property
     def across(self) -> Across:
@@ -101,10 +87,10 @@ class Group:
     @cached_property
     def updaters(self) -> list[Updater]:
         """Made on first use: an evaluation needs none, and its model may not be the optimizer's."""
-        if isinstance(self.optimizer, Optimizer):
-            alone = len(self.replicas) == 1
-            return [FlatUpdater(self.optimizer, replica, self.clip, alone) for replica in self.replicas]
-        return [self.backend.updater(self.optimizer, replica, self.clip) for replica in self.replicas]
+        optimizer, clip, alone = self.settings.optimizer, self.settings.gradient_clip_val, len(self.replicas) == 1
+        if isinstance(optimizer, Optimizer):
+            return [FlatUpdater(optimizer, replica, clip, alone) for replica in self.replicas]
+        return [self.backend.updater(optimizer, replica, clip) for replica in self.replicas]
 
     def plan(self, n: int) -> Plan:
         if n not in self._plans:
@@ -146,35 +132,32 @@ class Group:
 
     def _noise(self, t: int) -> NDArray[Any] | None:
         """The noise that a noisy optimizer asks for, the same on every replica."""
-        if not (isinstance(self.optimizer, Optimizer) and self.optimizer.noisy):
+        optimizer, layout = self.settings.optimizer, self.replicas[0].layouts[0]
+        if not (isinstance(optimizer, Optimizer) and optimizer.noisy):
             return None
-        layout = self.replicas[0].layouts[0]
-        z = draws.normal(self.seed, t, layout.size, layout.dtype)
+        z = draws.normal(self.settings.seed, t, layout.size, layout.dtype)
         for gap in layout.padding:
             z[gap] = 0  # padding is in no checkpoint, so it must stay zero
         return z
 
-    def evaluate(self, feed: Feed, batch_size: int, classes: int | None) -> tuple[float, float | None]:
+    def evaluate(self, feed: Feed, classes: int | None) -> tuple[float, float | None]:
         """Mean loss and accuracy over all examples of a feed, each counted once. All devices share the work. This waits."""
-        n = len(feed.examples)
-        spans = [span for batch in cut_pass(n, batch_size, self.shards) for span in batch]
+        n, settings = len(feed.examples), self.settings
+        spans = [span for batch in cut_pass(n, settings.batch_size, settings.shards) for span in batch]
         pass_ = feed.start(np.arange(n), self.spans_here([spans]))
-        table = self._losses_and_hits(Batch(pass_, spans, draws.evaluation_keys(self.seed, len(spans))))
-        return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
-
-    def _losses_and_hits(self, batch: Batch) -> NDArray[np.float64]:
-        """[loss, hits] of every shard."""
+        batch = Batch(pass_, spans, draws.evaluation_keys(settings.seed, len(spans)))
 
         def compute(replica: Replica, shard: int) -> Vector:
             x, y = batch.shard(shard, replica.device)
             return replica.evaluate(x, y, batch.keys[shard])
 
-        shares = zip(self.replicas, self.plan(len(batch.spans)).shares, strict=True)
+        shares = zip(self.replicas, self.plan(len(spans)).shares, strict=True)
         rows = self.backend.map([partial(compute, replica, shard) for replica, shards in shares for shard in shards])
         home = self.replicas[0].device
-        table: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else np.empty(0)
-        everybody = self.world.collect(np.asarray(table, np.float64).tobytes())
-        return np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)
+        mine: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else np.empty(0)
+        everybody = self.world.collect(np.asarray(mine, np.float64).tobytes())
+        table = np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)  # [loss, hits] of every shard
+        return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
 
     def fingerprints(self) -> list[int]:
         """The fingerprint of every replica of the group. This waits."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,9 +13,7 @@ from samestep.runs.run import Event
 def show(wanted: bool | None) -> Display | None:
     """A display on standard error, if wanted; by default (None), if standard error is a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if wanted is None:
-        wanted = console.is_terminal
-    return Display(console) if wanted else None
+    return Display(console) if wanted or (wanted is None and console.is_terminal) else None
 
 
 def percent(value: float | None) -> str:
@@ -39,12 +36,11 @@ class Display:
             self.bar.stop()
 
     def _start(self, event: Event) -> None:
-        self.epochs, self.steps_per_epoch, self.examples = event["epochs"], event["steps_per_epoch"], event["examples"]
-        devices = event["devices"]
+        self.epochs, devices = event["epochs"], event["devices"]
         names = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
         self.console.print(
-            f"{event['model']} ({event['parameters']:,} weights) on {names}: {self.steps_per_epoch} steps an epoch over "
-            f"{self.examples:,} examples, {event['shards']} shards a step"
+            f"{event['model']} ({event['parameters']:,} weights) on {names}: {event['steps_per_epoch']} steps an epoch "
+            f"over {event['examples']:,} examples, {event['shards']} shards a step"
         )
         if self.console.is_terminal:
             self.bar = Progress(
@@ -57,7 +53,7 @@ class Display:
                 transient=True,
             )
             fields = {"epoch": 1, "epochs": self.epochs, "loss": "-", "accuracy": "-", "lr": "-", "speed": "-"}
-            self.task = self.bar.add_task("fit", total=self.epochs * self.steps_per_epoch, **fields)
+            self.task = self.bar.add_task("fit", total=self.epochs * event["steps_per_epoch"], **fields)
             self.bar.start()
         self._since = time.perf_counter()
 
@@ -66,28 +62,26 @@ class Display:
         self.console.print(f"going on after step {event['step']}")
 
     def _steps(self, event: Event) -> None:
-        now = time.perf_counter()
-        count = sum(event["examples"])
+        now, count = time.perf_counter(), sum(event["examples"])
         if self.bar:
             loss = sum(map(sum, event["loss"])) / count
             accuracy = None if event["hits"] is None else sum(map(sum, event["hits"])) / count
-            fields: dict[str, Any] = {
-                "loss": f"{loss:.4f}",
-                "accuracy": percent(accuracy),
-                "lr": f"{event['lr'][-1]:.4g}",
-            }
-            fields |= {"epoch": event["epoch"], "speed": f"{count / (now - self._since):,.0f}"}
-            self.bar.update(self.task, completed=event["first"] + len(event["lr"]), **fields)
+            self.bar.update(
+                self.task,
+                completed=event["first"] + len(event["lr"]),
+                epoch=event["epoch"],
+                loss=f"{loss:.4f}",
+                accuracy=percent(accuracy),
+                lr=f"{event['lr'][-1]:.4g}",
+                speed=f"{count / (now - self._since):,.0f}",
+            )
         self._since = now
 
     def _epoch(self, event: Event) -> None:
-        test = (
-            "" if event["test_loss"] is None else f" test {event['test_loss']:.4f} {percent(event['test_accuracy'])} "
-        )
-        self.console.print(
-            f"epoch {event['epoch']:>3}/{self.epochs}  train {event['train_loss']:.4f} {percent(event['train_accuracy'])} "
-            f"{test} rate {event['lr']:.4g}  {event['seconds']:.2f} s"
-        )
+        line = f"epoch {event['epoch']:>3}/{self.epochs}  train {event['train_loss']:.4f} {percent(event['train_accuracy'])}"
+        if event["test_loss"] is not None:
+            line += f"  test {event['test_loss']:.4f} {percent(event['test_accuracy'])}"
+        self.console.print(f"{line}  rate {event['lr']:.4g}  {event['seconds']:.2f} s")
         self._since = time.perf_counter()  # the time of the evaluation is not counted as training
 
     def _end(self, event: Event) -> None:

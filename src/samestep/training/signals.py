@@ -11,13 +11,9 @@ class Signals:
     """SIGTERM and SIGINT ask the fit to stop after its step; a second SIGINT stops it at once."""
 
     def __init__(self, wanted: bool) -> None:
-        self.number = 0
+        self.number = 0  # the signal that came; 0: none
         self._before: dict[int, Any] = {}
         self._wanted = wanted and threading.current_thread() is threading.main_thread()
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.number)
 
     def __enter__(self) -> Signals:
         if self._wanted:

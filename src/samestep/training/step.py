@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from samestep.backends.base import Vector
     from samestep.training.group import Group
 
+Tell = Callable[[int, Span], None]  # called after each addition, with its band and its shards
+
 
 @dataclass(frozen=True)
 class ReplicaSums:
@@ -21,7 +23,7 @@ class ReplicaSums:
 
     bands: Sequence[Span]
     folds: Sequence[Fold[Vector]]  # one for each band
-    tell: Callable[[int, Span], None] = lambda band, span: None  # called after each addition
+    tell: Tell
 
     def add(self, span: Span, vector: Vector, band: int = 0) -> None:
         self.folds[band].add(span, vector)
@@ -31,13 +33,11 @@ class ReplicaSums:
 class Step:
     """The sums of a step whose replicas are all in this process."""
 
-    def __init__(self, group: Group, n: int) -> None:
-        self.group, self.n = group, n
-        self.shares = group.plan(n).shares
-        self.sums = [self.sums_of_replica([(0, group.replicas[0].size)]) for _ in self.shares]
-
-    def sums_of_replica(self, bands: Sequence[Span]) -> ReplicaSums:
-        return ReplicaSums(bands, [Fold(self.n, self.group.backend.add) for _ in bands])
+    def __init__(self, group: Group, n: int, bands: Sequence[Span] = (), tell: Tell = lambda band, span: None) -> None:
+        self.group, self.n, self.shares = group, n, group.plan(n).shares
+        self.bands = bands or [(0, group.replicas[0].size)]
+        folds = [[Fold(n, group.backend.add) for _ in self.bands] for _ in self.shares]
+        self.sums = [ReplicaSums(self.bands, mine, tell) for mine in folds]
 
     def totals(self, tasks: Sequence[Callable[[], Any]]) -> list[Vector]:
         """Run the tasks that compute the shards. Returns the sum over all shards, on the device of each replica."""
@@ -56,17 +56,13 @@ class StepAcross(Step):
     """
 
     def __init__(self, group: Group, n: int) -> None:
-        self.bands = group.replicas[0].bands
+        super().__init__(group, n, group.replicas[0].bands, self._added)
         self._lock = threading.Lock()
         self._ready = [threading.Event() for _ in self.bands]
         self._failed = False
-        super().__init__(group, n)
         self._missing = [sum(map(len, self.shares))] * len(self.bands)  # shards of this process, for each band
         if not self._missing[0]:
             self._all_ready()
-
-    def sums_of_replica(self, bands: Sequence[Span]) -> ReplicaSums:
-        return ReplicaSums(self.bands, [Fold(self.n, self.group.backend.add) for _ in self.bands], self._added)
 
     def _added(self, band: int, span: Span) -> None:
         with self._lock:

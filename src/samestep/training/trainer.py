@@ -1,27 +1,35 @@
-"""The Trainer: fits and evaluates with a user's settings. The loop itself is in fit.py."""
+"""The Trainer: what a user decides about a fit, checked at once; it fits and evaluates. The loop itself is in fit.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
-from samestep import backends
+from samestep import draws
 from samestep.backends.base import Backend
+from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
+from samestep.checks import whole
 from samestep.data.examples import Arrays, Data
 from samestep.data.feed import Feed, probe
 from samestep.devices import Device, resolve
-from samestep.processes.place import find
+from samestep.errors import Invalid, WrongType
+from samestep.optimizers.averaging import Average
+from samestep.optimizers.rules import Optimizer, adagrad, adam, adamw, sgd, sgld
+from samestep.processes import place
 from samestep.processes.world import World
+from samestep.runs.checkpoint import parse
 from samestep.runs.run import Run
+from samestep.schedules.rates import check_schedule, rate
 from samestep.training.fit import Fit
 from samestep.training.group import Group
-from samestep.training.settings import Settings
 
 
 @dataclass
-class Trainer(Settings):
+class Trainer:
     """Trains a model on any number of devices, with the same result to the last bit.
 
     max_epochs         passes over the data
@@ -49,21 +57,85 @@ class Trainer(Settings):
     num_gpus           the chapters' name for `devices`: how many GPUs (replicas on the CPU, if there is none), 0 for the CPU
     """
 
+    max_epochs: int = 10
+    batch_size: int = 256
+    _: KW_ONLY
+    shards: int = 8
+    devices: Any = "auto"
+    optimizer: Any = field(default_factory=sgd)
+    schedule: Any = None
+    gradient_clip_val: float = 0.0
+    seed: int = 0
+    average: Average | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    checkpoint_every: int | str | None = "1 epoch"
+    keep_checkpoints: int = 3
+    resume: str | os.PathLike[str] | bool = "auto"
+    progress: bool | None = None
+    threads_per_shard: int = 1
+    loss: Callable[[Any, Any], Any] | None = None
+    sampling: str = "without_replacement"
+    capture: bool = True
+    deterministic: bool = True
+    timeout: float = 300.0
+    num_gpus: int | None = None
+
+    def __post_init__(self) -> None:
+        overrides = json.loads(os.environ.get(place.OVERRIDES, "{}"))
+        for name, value in overrides.items():
+            if name not in {f.name for f in fields(self)}:
+                raise Invalid(f"{place.OVERRIDES}: Trainer has no {name!r}")
+            setattr(self, name, value)
+        if "devices" in overrides:
+            self.num_gpus = None  # another name for it, which the script may use
+        if self.num_gpus is not None:
+            self.num_gpus = whole("", "num_gpus", self.num_gpus)
+            self.devices = self.num_gpus or "cpu"
+        for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
+            setattr(self, name, whole("", name, getattr(self, name), 1))
+        self.seed = whole("", "seed", self.seed, most=2**64 - 1)
+        uncalled = self.optimizer in (sgd, adam, adamw, adagrad, sgld)  # samestep.sgd without its ()
+        theirs = frameworks_of(self.optimizer) or callable(self.optimizer)
+        if not isinstance(self.optimizer, Optimizer) and (uncalled or not theirs):
+            raise WrongType(
+                "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
+                f"makes one from parameters, got {self.optimizer!r}"
+            )
+        self.schedule = check_schedule(self.schedule)
+        if not isinstance(self.average, (Average, type(None))):
+            raise WrongType(f"average must be samestep.swa(...) or samestep.path_average(), got {self.average!r}")
+        self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
+        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
+            raise WrongType(f"run_dir must be a path or None, got run_dir={self.run_dir!r}")
+        if self.checkpoint_every is not None:
+            parse(self.checkpoint_every)
+        if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
+            raise WrongType(f"resume must be 'auto', False or a path, got resume={self.resume!r}")
+        if self.resume not in ("auto", False) and not os.path.exists(self.resume):
+            raise Invalid(f"resume: {self.resume} is not there")
+        if self.resume not in ("auto", False) and self.run_dir is None:
+            raise Invalid("resume needs a run_dir to go on in: the folder of the run, or a new one")
+        self.timeout = rate("timeout", self.timeout)
+        if not self.timeout:
+            raise Invalid("timeout must be above 0, got timeout=0")
+        if self.loss is not None and not callable(self.loss):
+            raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
+        if self.sampling not in draws.SAMPLINGS:
+            raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={self.sampling!r}")
+
     def fit(self, model: Any, data: Any) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was."""
-        backend, data = backends.of_model(model), as_data(data)
-        given = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss}
-        backends.check_mixed(backend, model, **given, **arrays_of(data))
+        backend, data = matching(model, data, optimizer=self.optimizer, schedule=self.schedule, loss=self.loss)
         with self._session(backend) as (devices, world):
             return Fit(self, backend, model, data, devices, world).run()
 
     @contextmanager
     def _session(self, backend: Backend) -> Iterator[tuple[list[Device], World]]:
         """The devices of this process, and the other processes; an error in one of them ends all."""
-        place = find()
-        devices = resolve(self.devices, self.shards, backend, place)
+        here = place.find()
+        devices = resolve(self.devices, self.shards, backend, here)
         with backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
-            world = backend.world(place, self.timeout, devices)
+            world = backend.world(here, self.timeout, devices)
             try:
                 yield devices, world
             except BaseException as error:
@@ -72,16 +144,15 @@ class Trainer(Settings):
 
     def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
-        backend, data = backends.of_model(model), as_data(data)
-        backends.check_mixed(backend, model, loss=self.loss, **arrays_of(data))
+        backend, data = matching(model, data, loss=self.loss)
         with self._session(backend) as (devices, world):
             examples = data.test or data.train
             shape = probe(backend, model, self.loss, examples)
-            group = Group.of(self, backend, model, devices, world)
+            group = Group(self, backend, model, devices, world)
             group.follow()
             feed = Feed(backend, examples, devices, shape.classes if self.loss is None else None)
             try:
-                loss, accuracy = group.evaluate(feed, self.batch_size, shape.classes)
+                loss, accuracy = group.evaluate(feed, shape.classes)
             finally:
                 feed.close()
                 group.close()
@@ -89,22 +160,22 @@ class Trainer(Settings):
 
     def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:
         """The arrays of a batch on the first device of this trainer."""
-        backend = backends.of_array(batch[0])
+        backend = of_array(batch[0])
         device = resolve(self.devices, self.shards, backend)[0]
         return [backend.put(array, device) for array in batch]
 
     def prepare_model(self, model: Any) -> Any:
         """A copy of the model on the first device of this trainer."""
-        backend = backends.of_model(model)
+        backend = of_model(model)
         device = resolve(self.devices, self.shards, backend)[0]
         return backend.replica(model, self.loss, device, self.shards).model()
 
 
-def as_data(data: Any) -> Data:
-    return data if isinstance(data, Data) else Data(train=data)
-
-
-def arrays_of(data: Data) -> dict[str, Any]:
-    """The arrays of the examples, by their names in messages. Sources are left out: they are read as NumPy anyway."""
-    given = [examples for examples in (data.train, data.test) if isinstance(examples, Arrays)]
-    return {f"{examples.name}_{which}": getattr(examples, which) for examples in given for which in ("x", "y")}
+def matching(model: Any, data: Any, **given: Any) -> tuple[Backend, Data]:
+    """The backend of a model, and the data. What is given and the arrays of the data must be of the same framework."""
+    backend, data = of_model(model), data if isinstance(data, Data) else Data(train=data)
+    for examples in (data.train, data.test):
+        if isinstance(examples, Arrays):  # sources are read as NumPy anyway
+            given |= {f"{examples.name}_x": examples.x, f"{examples.name}_y": examples.y}
+    check_mixed(backend, model, **given)
+    return backend, data

@@ -15,14 +15,14 @@ import numpy as np
 from flax import nnx
 from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
 
-from samestep.backends.base import Backend, Shape
+from samestep.backends.base import Backend
 from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
 from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
 from samestep.backends.jax.pair import Pair
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.layout import Numbers
-from samestep.backends.probing import check_examples, check_output, check_weights
+from samestep.backends.losses import Shape, check_examples, check_weights
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid
@@ -34,7 +34,7 @@ ASKED = re.compile(r"allocat\w+ ([\d.]+ ?\w+)")
 
 class JaxBackend(Backend):
     name = "jax"
-    word = "array"
+    an_array = "an array"
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class JaxBackend(Backend):
             return output, None if loss is None else self.sum_of_losses(loss, output, y)
 
         output, _ = jax.eval_shape(forward, checked(x), checked(y))  # shapes alone: nothing is computed
-        return check_output(self, output, y, loss, dtype)
+        return self.check_output(output, y, loss, dtype)
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
         with self.explained():

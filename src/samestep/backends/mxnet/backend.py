@@ -27,14 +27,14 @@ from mxnet import autograd, gluon, nd
 from mxnet.base import MXNetError
 from mxnet.context import Context
 
-from samestep.backends.base import Backend, Shape, Task
+from samestep.backends.base import Backend, Task
+from samestep.backends.losses import Shape, check_examples, check_weights, convert
 from samestep.backends.mxnet.blocks import arrays_in, blocks_of, model_context, parameters_of
 from samestep.backends.mxnet.engine import check_soon, idle_view, use_threads
 from samestep.backends.mxnet.flat import as_nd
 from samestep.backends.mxnet.noise import seed
 from samestep.backends.mxnet.replica import MxnetReplica
 from samestep.backends.mxnet.updater import MxnetUpdater
-from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
@@ -201,7 +201,7 @@ class MxnetBackend(Backend):
                 for key in [key for key, value in attributes.items() if isinstance(value, nd.NDArray)]:
                     del attributes[key]
                 attributes.update(arrays)
-        return check_output(self, output, y, loss, dtype)
+        return self.check_output(output, y, loss, dtype)
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> MxnetReplica:
         home = self._home(device)

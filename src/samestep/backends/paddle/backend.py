@@ -29,13 +29,13 @@ import paddle.nn.functional as F
 from paddle.base import core
 from paddle.jit.dy2static.program_translator import StaticFunction
 
-from samestep.backends.base import Backend, Shape, Task
+from samestep.backends.base import Backend, Task
 from samestep.backends.layout import Numbers
+from samestep.backends.losses import Shape, check_examples, check_weights, convert
 from samestep.backends.paddle.flat import CPU, Tensor, Vector, dtype_of, numpy_view
 from samestep.backends.paddle.noise import GENERATOR
 from samestep.backends.paddle.replica import PaddleReplica
 from samestep.backends.paddle.updater import PaddleUpdater
-from samestep.backends.probing import check_examples, check_output, check_weights, convert
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
 
@@ -171,7 +171,7 @@ class PaddleBackend(Backend):
                 layer._buffers.clear()
                 layer._buffers.update(buffers)
             GENERATOR.set_state(noise)
-        return check_output(self, output, y, loss, dtype)
+        return self.check_output(output, y, loss, dtype)
 
     def replica(
         self, model: paddle.nn.Layer, loss: Any, device: Device, shards: int, capture: bool = True

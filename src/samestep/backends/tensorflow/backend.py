@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from samestep.backends.base import Backend, Shape
+from samestep.backends.base import Backend
 from samestep.backends.layout import Numbers
-from samestep.backends.probing import check_examples, check_output, check_weights, convert
+from samestep.backends.losses import Shape, check_examples, check_weights, convert
 from samestep.backends.tensorflow.adapters import adapter_of
 from samestep.backends.tensorflow.graph import own_threads
 from samestep.backends.tensorflow.program import Program
@@ -175,7 +175,7 @@ class TensorflowBackend(Backend):
         weights = adapter_of(model).trained.values()
         dtype = check_weights(self.describe(model), (variable.dtype.name for variable in weights))
         check_examples(name, x, dtype)
-        return check_output(self, output, y, loss, dtype)
+        return self.check_output(output, y, loss, dtype)
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> TensorflowReplica:
         self.require(device)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from samestep.backends.base import Backend
 from samestep.backends.layout import Layout, Numbers
-from samestep.backends.probing import check_weights
+from samestep.backends.losses import check_weights
 from samestep.backends.tensorflow.adapters import Tensor, Variables, adapter_of
 from samestep.backends.tensorflow.graph import Compiled, Piece, compiled
 from samestep.errors import WrongType

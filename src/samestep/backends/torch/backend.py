@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parameter import UninitializedParameter
 
-from samestep.backends.base import Backend, Shape, Task
-from samestep.backends.probing import check_examples, check_output, check_weights, convert
+from samestep.backends.base import Backend, Task
+from samestep.backends.losses import Shape, check_examples, check_weights, convert
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import Device, cpu, gpu, host_memory
@@ -163,7 +163,7 @@ class TorchBackend(Backend):
                 module._buffers[key] = buffer.copy_(value)
             if not lazy:  # only making lazy weights may draw from the user's generator
                 torch.random.set_rng_state(noise)
-        return check_output(self, output, y, loss, dtype)
+        return self.check_output(output, y, loss, dtype)
 
     def replica(
         self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True

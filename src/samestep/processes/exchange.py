@@ -117,7 +117,9 @@ class Across:
             mine, filled = slices[world.rank], [q for q in others if len(total[slices[q]])]
             own = total[mine]
             spans = [(q, span) for q in others for span in held[q] if len(own)]
-            memory = self._memory(i % AHEAD, len(own) * len(spans))
+            memory = self._received.get(i % AHEAD)
+            if memory is None or len(memory) < len(own) * len(spans):
+                memory = self._received[i % AHEAD] = world.empty(len(own) * len(spans), self.total)
             received = [memory[j * len(own) : (j + 1) * len(own)] for j in range(len(spans))]
             outgoing = [(q, part[slices[q]]) for q in filled for part in parts.values()]
             sent, arriving = world.swap(outgoing, [(q, part) for (q, _), part in zip(spans, received, strict=True)])
@@ -150,8 +152,3 @@ class Across:
     def _add(self, own: Vector, left: Vector, right: Vector) -> Vector:
         # a + b = b + a to the bit, so the sum can grow where it will be needed
         return self._arithmetic.add(right, left) if right is own else self._arithmetic.add(left, right)
-
-    def _memory(self, i: int, size: int) -> Vector:
-        if i not in self._received or len(self._received[i]) < size:
-            self._received[i] = self.world.empty(size, self.total)
-        return self._received[i]

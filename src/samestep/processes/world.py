@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,8 @@ TRANSPORT = "SAMESTEP_TRANSPORT"  # how PyTorch's vectors travel, to overrule th
 VECTORS, BYTES = "vectors", "bytes"  # the exchange thread moves vectors; the main thread moves everything else
 TAGS = 1 << 28  # numbers of swaps, before they start anew
 Works = list[tuple[int, Any]]  # a rank, and what is on its way to it or from it
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a swap will receive, and the number of that swap."""
-
-    tag: int
-    arriving: Works
+Expected = tuple[int, Works]  # the number of a swap, and what it will receive
+Bytes = np.ndarray[Any, Any]
 
 
 class World(abc.ABC):
@@ -85,40 +78,38 @@ class World(abc.ABC):
         # Every swap has a number of its own, the same in all processes: receives begin in another order than sends.
         tag = self._swaps[kind] % TAGS * 2 + (kind == BYTES)
         self._swaps[kind] += 1
-        return Expected(tag, [(rank, self.receive(kind, rank, memory, tag)) for rank, memory in receives])
+        return tag, [(rank, self.receive(kind, rank, memory, tag)) for rank, memory in receives]
 
     def _swap(self, kind: str, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
-        expected = receives if isinstance(receives, Expected) else self._expect(kind, receives)
-        return [(rank, self.send(kind, rank, memory, expected.tag)) for rank, memory in sends], expected.arriving
+        tag, arriving = receives if isinstance(receives, tuple) else self._expect(kind, receives)
+        return [(rank, self.send(kind, rank, memory, tag)) for rank, memory in sends], arriving
 
     # Everything else
 
     def collect(self, content: bytes) -> list[bytes]:
         """What each process has, on every process. This waits."""
-        length, lengths = np.array([len(content)]), {rank: np.zeros(1, np.int64) for rank in self.others}
-        self._swap_bytes([(rank, length) for rank in lengths], lengths.items())
-        mine = np.frombuffer(bytearray(content), np.uint8)
-        memory = {rank: np.empty(int(size[0]), np.uint8) for rank, size in lengths.items()}
-        wanted = [(rank, array) for rank, array in memory.items() if len(array)]
-        self._swap_bytes([(rank, mine) for rank in memory if content], wanted)
+        lengths = {rank: np.zeros(1, np.int64) for rank in self.others}
+        self.wait(self._tell(np.array([len(content)]), lengths))
+        memory = {rank: np.empty(int(length[0]), np.uint8) for rank, length in lengths.items()}
+        self.wait(self._tell(np.frombuffer(bytearray(content), np.uint8), memory))
         return [content if rank == self.rank else memory[rank].tobytes() for rank in range(self.size)]
 
-    def _swap_bytes(self, sends: Any, receives: Any) -> None:
-        leaving, arriving = self._swap(BYTES, list(sends), list(receives))
-        self.wait(leaving + arriving)
+    def _tell(self, mine: Bytes, theirs: dict[int, Bytes]) -> Works:
+        """Begin to send an array to all others, and to receive theirs; empty ones do not travel."""
+        sends = [(rank, mine) for rank in theirs if len(mine)]
+        leaving, arriving = self._swap(BYTES, sends, [(rank, array) for rank, array in theirs.items() if len(array)])
+        return leaving + arriving
 
     def broadcast(self, content: bytes | None) -> bytes:
         """What process 0 has, on every process. This waits."""
         return self.collect(content or b"" if self.rank == 0 else b"")[0]
 
-    def vote(self, stop: bool) -> tuple[list[np.ndarray[Any, Any]], Works]:
+    def vote(self, stop: bool) -> tuple[list[Bytes], Works]:
         """Begin to ask whether anybody wants to stop; `agreed` waits for the answer, which is the same for all."""
-        votes = [np.array([stop and rank == self.rank], np.uint8) for rank in range(self.size)]
-        sends = [(rank, votes[self.rank]) for rank in self.others]
-        leaving, arriving = self._swap(BYTES, sends, [(rank, votes[rank]) for rank in self.others])
-        return votes, leaving + arriving
+        mine, theirs = np.array([stop], np.uint8), {rank: np.zeros(1, np.uint8) for rank in self.others}
+        return [mine, *theirs.values()], self._tell(mine, theirs)
 
-    def agreed(self, vote: tuple[list[np.ndarray[Any, Any]], Works]) -> bool:
+    def agreed(self, vote: tuple[list[Bytes], Works]) -> bool:
         """Whether anybody wants to stop. This waits."""
         votes, works = vote
         self.wait(works)
@@ -157,19 +148,12 @@ class Alone(World):
     def __init__(self) -> None:
         super().__init__(0, 1, 0.0)
 
-    def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+    def send(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("there is nobody else")
 
-    receive = send
+    receive = empty = bring = send
 
-    def wait(self, works: Works) -> None:
-        pass
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to wait for."""
 
-    def empty(self, size: int, like: Any) -> Any:
-        return like[:0]
-
-    def bring(self, vector: Any) -> Any:
-        return vector
-
-    def fail(self, error: BaseException) -> None:
-        pass
+    fail = wait

@@ -1,7 +1,7 @@
 """The sum over all shards: `exchange` between the devices of a process, `Across` between processes.
 
-Both work alike. Devices (or processes) hand on their parts, and every slice of the vector is summed along the tree by the one
-that owns it. So none of them is a bottleneck, and no more bytes move than in a ring.
+Both work alike. Device (or process) i sums slice i of the vector, along the tree; then all gather the slices. So the result
+does not depend on their number, none of them is a bottleneck, and no more bytes move than in a ring.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ AHEAD = 4  # chunks on their way at once
 def exchange(
     backend: Backend, parts: Sequence[dict[Span, Vector]], n: int, devices: Sequence[Device], size: int
 ) -> list[Vector]:
-    """From the parts that each device holds, the sum over all n shards on every device.
-
-    Device i sums slice i of the vector; then every device gathers the slices. Additions go along the tree, wherever they
-    happen, so the result does not depend on the devices.
-    """
+    """From the parts that each device holds, the sum over all n shards on every device."""
     if len(devices) == 1:
         return [parts[0][0, n]]
     slices = cut(size, len(devices))
@@ -120,9 +116,9 @@ class Across:
             memory = self._received.get(i % AHEAD)
             if memory is None or len(memory) < len(own) * len(spans):
                 memory = self._received[i % AHEAD] = world.empty(len(own) * len(spans), self.total)
-            received = [memory[j * len(own) : (j + 1) * len(own)] for j in range(len(spans))]
+            incoming = [(*pair, memory[j * len(own) : (j + 1) * len(own)]) for j, pair in enumerate(spans)]
             outgoing = [(q, part[slices[q]]) for q in filled for part in parts.values()]
-            sent, arriving = world.swap(outgoing, [(q, part) for (q, _), part in zip(spans, received, strict=True)])
+            sent, arriving = world.swap(outgoing, [(q, part) for q, _, part in incoming])
             leaving.extend(sent)
             # The sums will lie where the parts that now leave still are: nobody has a sum before it has all the parts.
             sums = world.expect([(q, total[slices[q]]) for q in filled])
@@ -133,7 +129,7 @@ class Across:
                 fold: Fold[Vector] = Fold(n, partial(self._add, own))
                 for j, (span, part) in enumerate(parts.items()):
                     fold.add(span, part[mine] if j else own)
-                for (_, span), part in zip(spans, received, strict=True):
+                for _, span, part in incoming:
                     fold.add(span, part)
                 if fold.total() is not own:
                     self._arithmetic.assign(own, fold.total())

@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
 
 from samestep.backends.find import ALSO, FRAMEWORKS
 from samestep.errors import BackendMissing
@@ -83,7 +82,7 @@ def of(engine: str) -> type[Processes]:
     return ByMpiexec if engine == "mpi" else Processes
 
 
-class Processes:
+class Processes(AbstractContextManager["Processes"]):
     """The processes of a run on this machine, which torch.distributed connects; all are ended when the `with` is left.
 
     Their output goes to a file that is open, or where ours goes.
@@ -102,9 +101,7 @@ class Processes:
             self._env[MEET] = f"file://{self._folder.name}/meet"
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         self._output = output
-
-    def __enter__(self) -> Processes:
-        return self
+        self._shown: list[int] = []  # files that are to be closed
 
     def __exit__(self, *_: object) -> None:
         self.kill()
@@ -114,6 +111,8 @@ class Processes:
                 child.wait(GRACE)
             child.kill()
             child.wait()
+        for file in self._shown:
+            os.close(file)
         self._folder.cleanup()
 
     def start(self) -> None:
@@ -121,11 +120,10 @@ class Processes:
             if self.count > 1:
                 self._env |= zip(TORCHRUN, map(str, (rank, self.count, rank, self.count)), strict=True)
             # A session of its own: a Ctrl-C in the terminal reaches it through us, once, and what it starts dies with it.
-            child = subprocess.Popen(
+            self.children.append(subprocess.Popen(
                 self.command, env=self._env, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output,
-            )  # fmt: skip
-            self.children.append(child)
+            ))  # fmt: skip
 
     def states(self) -> list[int | None]:
         """How each process has ended, as subprocess tells it; None: it runs."""
@@ -157,11 +155,10 @@ class Processes:
         for due in self._due:
             due.append(number)
 
-    def kill(self, ranks: Iterable[int] | None = None) -> None:
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
         """SIGKILL to processes (all of them, if none is named) and to whatever they started."""
-        states = self.states()
-        for rank in range(len(states)) if ranks is None else ranks:
-            if states[rank] is None and (pid := self._pid(rank)):
+        for rank, state in enumerate(self.states()):
+            if state is None and (ranks is None or rank in ranks) and (pid := self._pid(rank)):
                 with suppress(ProcessLookupError, PermissionError):  # it has just ended
                     os.killpg(os.getpgid(pid), signal.SIGKILL)
 
@@ -184,30 +181,20 @@ class ByMpiexec(Processes):
     What mpiexec itself prints when a process fails is kept out of sight: it does not say which rank it was.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
-        self._shown = [os.dup(number if self._output is None else self._output) for number in (1, 2)]
-        self._own = Path(self._folder.name, "mpiexec")  # what mpiexec prints
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        for file in self._shown:
-            os.close(file)
-
     def start(self) -> None:
         program = mpiexec()
         if not program:
             raise BackendMissing("mpiexec is not there; pip install 'samestep[mpi]'")
+        # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
+        self._shown += [os.dup(number if self._output is None else self._output) for number in (1, 2)]
         ours = [sys.executable, "-I", "-S", wrapper.__file__, self._folder.name, *map(str, self._shown)]
         env = {name: value for name, value in self._env.items() if not name.startswith("SLURM_")}  # here, on this host
         # A session of its own, as mpiexec would end all of them at a Ctrl-C.
-        with open(self._own, "wb") as own:
-            child = subprocess.Popen(
+        with open(Path(self._folder.name, "mpiexec"), "wb") as own:
+            self.children.append(subprocess.Popen(
                 [program, "-n", str(self.count), *ours, *self.command], env=env | {"HYDRA_LAUNCHER": "fork"},
                 stdin=subprocess.DEVNULL, stdout=own, stderr=own, pass_fds=self._shown, start_new_session=True,
-            )  # fmt: skip
-        self.children.append(child)
+            ))  # fmt: skip
 
     def states(self) -> list[int | None]:
         ended = all(child.poll() is not None for child in self.children)
@@ -224,8 +211,8 @@ class ByMpiexec(Processes):
         return self._read(f"{rank}.pid")
 
     def _note(self, rank: int) -> None:
-        if not any(map(self._pid, range(self.count))):
-            os.write(self._shown[1], self._own.read_bytes())  # nothing was started, and mpiexec says why
+        if not any(map(self._pid, range(self.count))):  # nothing was started, and mpiexec says why
+            os.write(self._shown[1], Path(self._folder.name, "mpiexec").read_bytes())
         elif (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
             os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
 

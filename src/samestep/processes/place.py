@@ -1,7 +1,4 @@
-"""Where a process stands among those of its run: told by the variables of whoever started it.
-
-torchrun, SLURM, mpiexec and `samestep train --processes k` (launch.py) each set their own.
-"""
+"""The place of a process in its run, from the variables that torchrun, SLURM, mpiexec or launch.py have set."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Place:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Place:
-    """The place of this process, from the variables of whoever started it.
+    """The place of this process.
 
     >>> find({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     Place(rank=3, size=4, local_rank=1, local_size=2, meet='', started_by='mpi')

@@ -1,7 +1,6 @@
 """Several processes with torch.distributed: gloo through host memory, or NCCL from GPU to GPU.
 
-Only sends and receives are used, so that it is known which process owes an answer, and so that nothing is ever added by
-the library.
+Only sends and receives are used: so it is known which process owes an answer, and the library never adds anything.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes import mpi
 from samestep.processes.place import Place, number
-from samestep.processes.world import BYTES, TRANSPORT, Works, World, first_line
+from samestep.processes.world import TRANSPORT, VECTORS, Works, World, first_line
 
 CAUSE = "cause"  # in the store: why the run ends
 PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all
@@ -111,17 +110,17 @@ class TorchWorld(World):
                 return [], [(NOBODY, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
         return super().swap(sends, receives)
 
-    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
+    def expect(self, receives: Sequence[tuple[int, Any]], kind: str = VECTORS) -> Any:
         # Gloo sends nothing before the other side has said that it is ready. NCCL must have both at once.
-        return receives if self._through.type == "cuda" else super().expect(receives)
+        return receives if kind == VECTORS and self._through.type == "cuda" else super().expect(receives, kind)
 
     def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
         with self._named(rank):
-            return self._host.send([torch.from_numpy(memory) if kind == BYTES else memory], rank, tag)
+            return self._host.send([torch.as_tensor(memory)], rank, tag)
 
     def receive(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
         with self._named(rank):
-            return self._host.recv([torch.from_numpy(memory) if kind == BYTES else memory], rank, tag)
+            return self._host.recv([torch.as_tensor(memory)], rank, tag)
 
     def wait(self, works: Works) -> None:
         for rank, work in works:
@@ -194,7 +193,7 @@ class TorchWorld(World):
         alive: it leaves a note of whom it has waited for.
         """
         if not store.check([CAUSE]):
-            store.set(f"lost/{self.rank}", f"{rank} {late:d}")
+            store.set(f"lost/{self.rank}", json.dumps([rank, late]))
             asked, began = {self.rank}, time.monotonic()
             if rank < 0:  # not told by the library
                 silent = _without(store, "lost", self.others, ALIVE)
@@ -205,8 +204,7 @@ class TorchWorld(World):
                 if _without(store, "lost", [rank], began + (patience if late else ALIVE) - time.monotonic()):
                     culprit = rank, late
                     break
-                other, again = store.get(f"lost/{rank}").split()
-                rank, late = int(other), bool(int(again))
+                rank, late = json.loads(store.get(f"lost/{rank}"))
             store.compare_set(CAUSE, "", self.lost(*culprit))
         return str(store.get(CAUSE), "utf-8")
 

@@ -18,14 +18,13 @@ TRANSPORT = "SAMESTEP_TRANSPORT"  # how PyTorch's vectors travel, to overrule th
 VECTORS, BYTES = "vectors", "bytes"  # the exchange thread moves vectors; the main thread moves everything else
 TAGS = 1 << 28  # numbers of swaps, before they start anew
 Works = list[tuple[int, Any]]  # a rank, and what is on its way to it or from it
-Expected = tuple[int, Works]  # the number of a swap, and what it will receive
 Bytes = np.ndarray[Any, Any]
 
 
 class World(abc.ABC):
     """The processes of a run, and how numbers get from one to another."""
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, timeout: float = 0.0) -> None:
         self.rank, self.size = rank, size
         self.timeout = timeout  # seconds after which a process that does not answer is given up
         self._swaps = {VECTORS: 0, BYTES: 0}
@@ -63,25 +62,19 @@ class World(abc.ABC):
 
     # Vectors
 
-    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
-        """Begin to receive for a later swap, which is given what this returns."""
-        return self._expect(VECTORS, receives)
-
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
-        """Begin to send vectors to processes, and to receive vectors from processes into memory.
-
-        Returns what leaves and what arrives, each to be waited for.
-        """
-        return self._swap(VECTORS, sends, receives)
-
-    def _expect(self, kind: str, receives: Sequence[tuple[int, Any]]) -> Expected:
+    def expect(self, receives: Sequence[tuple[int, Any]], kind: str = VECTORS) -> Any:
+        """Begin to receive for a later swap, which is given what this returns: its number, and what will arrive."""
         # Every swap has a number of its own, the same in all processes: receives begin in another order than sends.
         tag = self._swaps[kind] % TAGS * 2 + (kind == BYTES)
         self._swaps[kind] += 1
         return tag, [(rank, self.receive(kind, rank, memory, tag)) for rank, memory in receives]
 
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
+        """Begin to send vectors, and to receive others into memory: what leaves and what arrives, to be waited for."""
+        return self._swap(VECTORS, sends, receives)
+
     def _swap(self, kind: str, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
-        tag, arriving = receives if isinstance(receives, tuple) else self._expect(kind, receives)
+        tag, arriving = receives if isinstance(receives, tuple) else self.expect(receives, kind)
         return [(rank, self.send(kind, rank, memory, tag)) for rank, memory in sends], arriving
 
     # Everything else
@@ -119,7 +112,10 @@ class World(abc.ABC):
 
     def reason(self, error: BaseException) -> str:
         """Why this process ends, in one line for the others: an error of its own, or what it heard from another."""
-        return str(error) if isinstance(error, ProcessFailed) else f"rank {self.rank} failed: {named(error)}"
+        if isinstance(error, ProcessFailed):
+            return str(error)
+        said = f": {first_line(error)}" if str(error).strip() else ""
+        return f"rank {self.rank} failed: {type(error).__name__}{said}"
 
     def lost(self, rank: int, late: bool) -> str:
         """That a process is gone, or late; -1: it is not known which one."""
@@ -133,20 +129,12 @@ def gone(who: str) -> str:
     return f"{who} is gone: it was killed, or its host was lost"
 
 
-def named(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
-
-
 def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 class Alone(World):
     """A world of one process, where nothing has to be moved."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, 0.0)
 
     def send(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("there is nobody else")

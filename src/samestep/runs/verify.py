@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from samestep.runs.run import Run, events
 POLL = 0.001  # seconds between two looks at a log
 TAIL = 1 << 20  # bytes; the last line about steps is in the last so many of a log
 LINES = 20  # of what a failed run printed are shown
+BAD = ("DIFFERS", "FAILED")  # verdicts
 
 
 @dataclass(frozen=True)
@@ -75,31 +76,23 @@ class Job:
         return [sys.executable, "-m", "samestep", "train", "--quiet", *given, *rest]
 
 
-class Start:
+class Start(ExitStack):
     """The processes of a run, started in one way; they are all ended when the `with` is left."""
 
     def __init__(self, job: Job, way: Way, folder: Path, every: int | None = None) -> None:
+        super().__init__()
         self.folder, self.survivors = folder, 0
         self.output = folder.with_name(folder.name + ".txt")  # what they print
         env = {name: value for name, value in os.environ.items() if name != OVERRIDES} | {"PYTHONUNBUFFERED": "1"}
         kind = of(engine_for(job.script, job.backend) if way.processes > 1 else "torch")
         with open(self.output, "wb") as output:
-            self.processes = kind(job.command(way, folder, every), way.processes, env, output.fileno())
+            processes = kind(job.command(way, folder, every), way.processes, env, output.fileno())
+            self.processes, self.wait = self.enter_context(processes), processes.wait
             try:
                 self.processes.start()
             except BaseException:
-                self.__exit__()
+                self.close()
                 raise
-
-    def __enter__(self) -> Start:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.processes.__exit__()
-
-    def wait(self) -> int:
-        """Wait for all processes; the exit status."""
-        return self.processes.wait()
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds; False if a process has ended before it does."""
@@ -162,16 +155,13 @@ class Report:
     kept: str = ""  # the folder that holds the runs
 
     @property
-    def bad(self) -> Row | None:
-        return next((row for row in self.runs if row.verdict in ("DIFFERS", "FAILED")), None)
-
-    @property
     def same(self) -> bool:
-        return self.bad is None
+        return not any(row.verdict in BAD for row in self.runs)
 
     def conclusion(self) -> str:
         """What was found, in words."""
-        bad, kept = self.bad, f"\nthe runs are kept in {self.kept}" if self.kept else ""
+        bad = next((row for row in self.runs if row.verdict in BAD), None)
+        kept = f"\nthe runs are kept in {self.kept}" if self.kept else ""
         if bad and bad.verdict == "FAILED":
             return f"{self.job} failed on {bad.way}:\n{bad.message}{kept}"
         if bad and self.difference:

@@ -101,7 +101,7 @@ class Processes(AbstractContextManager["Processes"]):
             self._env[MEET] = f"file://{self._folder.name}/meet"
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         self._output = output
-        self._shown: list[int] = []  # files that are to be closed
+        self._shown: list[int] = []  # what mpiexec's processes print to: copies, to be closed
 
     def __exit__(self, *_: object) -> None:
         self.kill()
@@ -182,8 +182,7 @@ class ByMpiexec(Processes):
     """
 
     def start(self) -> None:
-        program = mpiexec()
-        if not program:
+        if not (program := mpiexec()):
             raise BackendMissing("mpiexec is not there; pip install 'samestep[mpi]'")
         # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
         self._shown += [os.dup(number if self._output is None else self._output) for number in (1, 2)]

@@ -81,10 +81,11 @@ class World(abc.ABC):
 
     def collect(self, content: bytes) -> list[bytes]:
         """What each process has, on every process. This waits."""
-        lengths = {rank: np.zeros(1, np.int64) for rank in self.others}
-        self.wait(self._tell(np.array([len(content)]), lengths))
-        memory = {rank: np.empty(int(length[0]), np.uint8) for rank, length in lengths.items()}
-        self.wait(self._tell(np.frombuffer(bytearray(content), np.uint8), memory))
+        length, lengths = np.array([len(content)]), {rank: np.zeros(1, np.int64) for rank in self.others}
+        self.wait(self._tell(length, lengths))
+        mine = np.frombuffer(bytearray(content), np.uint8)
+        memory = {rank: np.empty(int(size[0]), np.uint8) for rank, size in lengths.items()}
+        self.wait(self._tell(mine, memory))
         return [content if rank == self.rank else memory[rank].tobytes() for rank in range(self.size)]
 
     def _tell(self, mine: Bytes, theirs: dict[int, Bytes]) -> Works:

@@ -1,13 +1,12 @@
 """The sum over all shards: `exchange` between the devices of a process, `Across` between processes.
 
-Both work alike. Devices (or processes) hand on their parts, and every slice of the vector is summed along the tree by the one
-that owns it. So none of them is a bottleneck, and no more bytes move than in a ring.
+Both work alike. Device (or process) i sums slice i of the vector, along the tree; then all gather the slices. So the result
+does not depend on their number, none of them is a bottleneck, and no more bytes move than in a ring.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,7 @@ AHEAD = 4  # chunks on their way at once
 def exchange(
     backend: Backend, parts: Sequence[dict[Span, Vector]], n: int, devices: Sequence[Device], size: int
 ) -> list[Vector]:
-    """From the parts that each device holds, the sum over all n shards on every device.
-
-    Device i sums slice i of the vector; then every device gathers the slices. Additions go along the tree, wherever they
-    happen, so the result does not depend on the devices.
-    """
+    """From the parts that each device holds, the sum over all n shards on every device."""
     if len(devices) == 1:
         return [parts[0][0, n]]
     slices = cut(size, len(devices))
@@ -71,16 +66,6 @@ class OnHost:
         return self.backend.copy(vector, device)  # JAX would go on using this memory, which the next step fills anew
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of the vector on its way. Process q sums slices[q] of it."""
-
-    slices: list[Span]
-    parts: dict[Span, Vector]  # of our slice, from the others, once they have arrived
-    arriving: Works
-    sums: Any  # of the other slices, expected from the others
-
-
 class Across:
     """The sum over all processes. It is made once for a group, and keeps its memory from step to step."""
 
@@ -116,71 +101,50 @@ class Across:
         return self.total
 
     def _exchange(self, parts: dict[Span, Vector], held: Sequence[Sequence[Span]], n: int, total: Vector) -> None:
-        """Chunk after chunk, with AHEAD of them on their way."""
-        size = CHUNK * self.world.size
-        chunks = [(lo, min(lo + size, len(total))) for lo in range(0, len(total), size)]
-        begun: deque[Chunk] = deque()
-        sums: deque[Works] = deque()  # on their way to us
-        leaving: Works = []  # waited for in the end: a sum that comes back shows that the parts for it have arrived
-        for i in range(len(chunks) + AHEAD):
-            if i >= AHEAD and begun:
-                sums.append(self._finish(begun.popleft(), parts, n, total, leaving))
-            if i < len(chunks):
-                begun.append(self._begin(i, chunks[i], parts, held, total, leaving))
-            if len(sums) > AHEAD:
-                self.world.wait(sums.popleft())
-        for works in [*sums, leaving]:
-            self.world.wait(works)
-
-    def _begin(
-        self,
-        i: int,
-        chunk: Span,
-        parts: dict[Span, Vector],
-        held: Sequence[Sequence[Span]],
-        total: Vector,
-        leaving: Works,
-    ) -> Chunk:
-        """Send each process the parts of its slice, receive those of ours, and expect the sums of the other slices."""
+        """Chunk after chunk, with AHEAD of them on their way. Each goes through the three stages of `chunk`."""
         world, others = self.world, self._others
-        slices = [(chunk[0] + lo, chunk[0] + hi) for lo, hi in cut(chunk[1] - chunk[0], world.size)]
-        own = slices[world.rank][1] - slices[world.rank][0]
-        spans = [(q, span) for q in others for span in held[q] if own]
-        memory = self._memory(i % AHEAD, own * len(spans))
-        incoming = [(q, span, memory[j * own : (j + 1) * own]) for j, (q, span) in enumerate(spans)]
-        outgoing = [(q, part[slice(*slices[q])]) for q in others for part in parts.values() if _filled(slices[q])]
-        sent, arriving = world.swap(outgoing, [(q, part) for q, _, part in incoming])
-        leaving += sent
-        # The sums will lie where the parts that now leave still are: nobody has a sum before it has all the parts.
-        sums = world.expect([(q, total[slice(*slices[q])]) for q in others if _filled(slices[q])])
-        return Chunk(slices, {span: part for _, span, part in incoming}, arriving, sums)
+        leaving: Works = []  # waited for in the end: a sum that comes back shows that the parts for it have arrived
 
-    def _finish(self, chunk: Chunk, parts: dict[Span, Vector], n: int, total: Vector, leaving: Works) -> Works:
-        """Sum our slice along the tree and send the sum to all; returns their sums, to be waited for."""
-        self.world.wait(chunk.arriving)
-        span = chunk.slices[self.world.rank]
-        own = total[slice(*span)]
-        if _filled(span):
-            fold: Fold[Vector] = Fold(n, partial(self._add, own))
-            for i, (shards, part) in enumerate(parts.items()):
-                fold.add(shards, part[slice(*span)] if i else own)
-            for shards, part in chunk.parts.items():
-                fold.add(shards, part)
-            if fold.total() is not own:
-                self._arithmetic.assign(own, fold.total())
-        sent, sums = self.world.swap([(q, own) for q in self._others if _filled(span)], chunk.sums)
-        leaving += sent
-        return sums
+        def chunk(i: int) -> Iterator[None]:
+            # Process q sums slices[q]. Send it the parts of its slice, receive those of ours, and expect the others' sums.
+            first = i * CHUNK * world.size
+            size = min(CHUNK * world.size, len(total) - first)
+            slices = [slice(first + lo, first + hi) for lo, hi in cut(size, world.size)]
+            mine, filled = slices[world.rank], [q for q in others if len(total[slices[q]])]
+            own = total[mine]
+            spans = [(q, span) for q in others for span in held[q] if len(own)]
+            memory = self._received.get(i % AHEAD)
+            if memory is None or len(memory) < len(own) * len(spans):
+                memory = self._received[i % AHEAD] = world.empty(len(own) * len(spans), self.total)
+            incoming = [(*pair, memory[j * len(own) : (j + 1) * len(own)]) for j, pair in enumerate(spans)]
+            outgoing = [(q, part[slices[q]]) for q in filled for part in parts.values()]
+            sent, arriving = world.swap(outgoing, [(q, part) for q, _, part in incoming])
+            leaving.extend(sent)
+            # The sums will lie where the parts that now leave still are: nobody has a sum before it has all the parts.
+            sums = world.expect([(q, total[slices[q]]) for q in filled])
+            yield
+            # Sum our slice along the tree, and send the sum to all.
+            world.wait(arriving)
+            if len(own):
+                fold: Fold[Vector] = Fold(n, partial(self._add, own))
+                for j, (span, part) in enumerate(parts.items()):
+                    fold.add(span, part[mine] if j else own)
+                for _, span, part in incoming:
+                    fold.add(span, part)
+                if fold.total() is not own:
+                    self._arithmetic.assign(own, fold.total())
+            sent, arriving = world.swap([(q, own) for q in others if len(own)], sums)
+            leaving.extend(sent)
+            yield
+            world.wait(arriving)
+
+        chunks = [chunk(i) for i in range(-(-len(total) // (CHUNK * world.size)))]
+        for i in range(len(chunks) + 2 * AHEAD):
+            for j in (i - AHEAD, i, i - 2 * AHEAD):  # the memory of chunk i - AHEAD is free for chunk i after its sum
+                if 0 <= j < len(chunks):
+                    next(chunks[j], None)
+        world.wait(leaving)
 
     def _add(self, own: Vector, left: Vector, right: Vector) -> Vector:
         # a + b = b + a to the bit, so the sum can grow where it will be needed
         return self._arithmetic.add(right, left) if right is own else self._arithmetic.add(left, right)
-
-    def _memory(self, i: int, size: int) -> Vector:
-        if i not in self._received or len(self._received[i]) < size:
-            self._received[i] = self.world.empty(size, self.total)
-        return self._received[i]
-
-
-def _filled(span: Span) -> bool:
-    return span[0] < span[1]

@@ -5,7 +5,6 @@ Each process can be signalled and killed alone. The first that fails ends the ot
 
 from __future__ import annotations
 
-import abc
 import ast
 import os
 import shutil
@@ -14,21 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
 
 from samestep.backends.find import ALSO, FRAMEWORKS
 from samestep.errors import BackendMissing
 from samestep.processes import rank as wrapper
-from samestep.processes.place import MEET, MPIEXEC
+from samestep.processes.place import MEET, MPIEXEC, TORCHRUN
 from samestep.processes.world import gone
 
 GRACE = 10.0  # seconds that the other processes have to end by themselves after one has failed
 POLL = 0.02  # seconds between two looks
 # What would tell a process of other processes than those that are started here.
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", MEET, *sum(MPIEXEC, ()))
+PLACE = (*TORCHRUN, "SLURM_STEP_NUM_TASKS", MEET, *sum(MPIEXEC, ()))
 
 
 def launch(command: Sequence[str], count: int, engine: str = "torch") -> int:
@@ -81,11 +79,11 @@ def mpiexec() -> str | None:
 
 
 def of(engine: str) -> type[Processes]:
-    return ByMpiexec if engine == "mpi" else ByUs
+    return ByMpiexec if engine == "mpi" else Processes
 
 
-class Processes(abc.ABC):
-    """The processes of a run on this machine; they are all ended when the `with` is left.
+class Processes(AbstractContextManager["Processes"]):
+    """The processes of a run on this machine, which torch.distributed connects; all are ended when the `with` is left.
 
     Their output goes to a file that is open, or where ours goes.
     """
@@ -94,118 +92,87 @@ class Processes(abc.ABC):
         self, command: Sequence[str], count: int, environ: Mapping[str, str], output: int | None = None
     ) -> None:
         self.command, self.count = list(command), count
+        self.children: list[subprocess.Popen[bytes]] = []  # what we have started
         self.asked: list[int] = []  # signals that they are to get
+        self._due: list[list[int]] = [[] for _ in range(count)]  # by rank: those that it has not got yet
         self._folder = tempfile.TemporaryDirectory(prefix="samestep-")
         self._env = {name: value for name, value in environ.items() if name not in PLACE}
         if count > 1:
             self._env[MEET] = f"file://{self._folder.name}/meet"
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         self._output = output
-        self._given = [0] * count  # by rank: how many of the signals it has got
-
-    def __enter__(self) -> Processes:
-        return self
+        self._shown: list[int] = []  # what mpiexec's processes print to: copies, to be closed
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._reap()
+        for child in self.children:
+            child.terminate()  # mpiexec, if it still runs: it ends those that have not told their numbers yet
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE)
+            child.kill()
+            child.wait()
+        for file in self._shown:
+            os.close(file)
         self._folder.cleanup()
 
-    @abc.abstractmethod
-    def start(self) -> None: ...
-    @abc.abstractmethod
+    def start(self) -> None:
+        for rank in range(self.count):
+            if self.count > 1:
+                self._env |= zip(TORCHRUN, map(str, (rank, self.count, rank, self.count)), strict=True)
+            # A session of its own: a Ctrl-C in the terminal reaches it through us, once, and what it starts dies with it.
+            self.children.append(subprocess.Popen(
+                self.command, env=self._env, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output,
+            ))  # fmt: skip
+
     def states(self) -> list[int | None]:
         """How each process has ended, as subprocess tells it; None: it runs."""
-
-    @abc.abstractmethod
-    def _pid(self, rank: int) -> int | None:
-        """The number of a process, once it is known."""
-
-    @abc.abstractmethod
-    def _note(self, rank: int, status: int) -> None:
-        """Say what the processes themselves cannot say when one has failed."""
-
-    @abc.abstractmethod
-    def _reap(self) -> None:
-        """Wait for what was killed."""
+        return [child.poll() for child in self.children]
 
     def first(self, states: Sequence[int | None]) -> int | None:
         """The rank that has failed first, if one has."""
         return next((rank for rank, state in enumerate(states) if state), None)
 
+    def _pid(self, rank: int) -> int | None:
+        """The number of a process, once it is known."""
+        return self.children[rank].pid
+
+    def _note(self, rank: int) -> None:
+        """Say what the processes themselves cannot say when one has failed. Here the others notice, and name it."""
+
     def poll(self) -> list[int | None]:
         """`states`, after signals were handed to those that have not got them yet."""
         states = self.states()
         for rank, state in enumerate(states):
-            pid = self._pid(rank) if state is None and self._given[rank] < len(self.asked) else None
-            if pid:
-                for number in self.asked[self._given[rank] :]:
-                    self._given[rank] += 1
-                    with suppress(ProcessLookupError):  # it has just ended
-                        os.kill(pid, number)
+            while state is None and self._due[rank] and (pid := self._pid(rank)):
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, self._due[rank].pop(0))
         return states
 
     def signal(self, number: int, frame: object = None) -> None:
         """Hand a signal to every process."""
         self.asked.append(number)
+        for due in self._due:
+            due.append(number)
 
-    def kill(self, ranks: Iterable[int] | None = None) -> None:
+    def kill(self, ranks: Sequence[int] | None = None) -> None:
         """SIGKILL to processes (all of them, if none is named) and to whatever they started."""
-        states = self.states()
-        for rank in range(len(states)) if ranks is None else ranks:
-            pid = self._pid(rank)
-            if pid and states[rank] is None:
+        for rank, state in enumerate(self.states()):
+            if state is None and (ranks is None or rank in ranks) and (pid := self._pid(rank)):
                 with suppress(ProcessLookupError, PermissionError):  # it has just ended
                     os.killpg(os.getpgid(pid), signal.SIGKILL)
 
     def wait(self) -> int:
         """Wait until all have ended, or until GRACE after the first failure; the exit status."""
-        failed, deadline = None, 0.0
+        status, deadline = 0, float("inf")
         while True:
             states = self.poll()
-            if failed is None and (failed := self.first(states)) is not None:
-                deadline = time.monotonic() + GRACE
-                status = states[failed] or 0
-                self._note(failed, status)
-            if None not in states or (failed is not None and time.monotonic() > deadline):
-                break
+            if not status and (failed := self.first(states)) is not None:
+                status, deadline = states[failed] or 0, time.monotonic() + GRACE
+                self._note(failed)
+            if None not in states or time.monotonic() > deadline:
+                return status if status >= 0 else 128 - status  # as a shell tells that a signal ended it
             time.sleep(POLL)
-        if failed is None:
-            return 0
-        return status if status >= 0 else 128 - status  # as a shell tells that a signal ended it
-
-
-class ByUs(Processes):
-    """Processes that we start ourselves; torch.distributed connects them."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.children: list[subprocess.Popen[bytes]] = []
-
-    def start(self) -> None:
-        both: dict[str, Any] = {} if self._output is None else {"stdout": self._output, "stderr": self._output}
-        for rank in map(str, range(self.count)):
-            if self.count > 1:
-                self._env |= {"RANK": rank, "WORLD_SIZE": str(self.count)}
-                self._env |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(self.count)}
-            # A session of its own: a Ctrl-C in the terminal reaches it through us, once, and what it starts dies with it.
-            child = subprocess.Popen(
-                self.command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True, **both
-            )
-            self.children.append(child)
-
-    def states(self) -> list[int | None]:
-        return [child.poll() for child in self.children]
-
-    def _pid(self, rank: int) -> int | None:
-        return self.children[rank].pid
-
-    def _note(self, rank: int, status: int) -> None:
-        pass  # the others notice, and name it
-
-    def _reap(self) -> None:
-        for child in self.children:
-            child.wait()
 
 
 class ByMpiexec(Processes):
@@ -214,61 +181,41 @@ class ByMpiexec(Processes):
     What mpiexec itself prints when a process fails is kept out of sight: it does not say which rank it was.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._mpiexec: subprocess.Popen[bytes] | None = None
-        # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
-        self._shown = [os.dup(number if self._output is None else self._output) for number in (1, 2)]
-        self._own = Path(self._folder.name, "mpiexec")  # what mpiexec prints
-
     def start(self) -> None:
-        program = mpiexec()
-        if not program:
+        if not (program := mpiexec()):
             raise BackendMissing("mpiexec is not there; pip install 'samestep[mpi]'")
+        # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
+        self._shown += [os.dup(number if self._output is None else self._output) for number in (1, 2)]
         ours = [sys.executable, "-I", "-S", wrapper.__file__, self._folder.name, *map(str, self._shown)]
         env = {name: value for name, value in self._env.items() if not name.startswith("SLURM_")}  # here, on this host
         # A session of its own, as mpiexec would end all of them at a Ctrl-C.
-        with open(self._own, "wb") as own:
-            self._mpiexec = subprocess.Popen(
+        with open(Path(self._folder.name, "mpiexec"), "wb") as own:
+            self.children.append(subprocess.Popen(
                 [program, "-n", str(self.count), *ours, *self.command], env=env | {"HYDRA_LAUNCHER": "fork"},
                 stdin=subprocess.DEVNULL, stdout=own, stderr=own, pass_fds=self._shown, start_new_session=True,
-            )  # fmt: skip
+            ))  # fmt: skip
 
     def states(self) -> list[int | None]:
-        ended = self._mpiexec is None or self._mpiexec.poll() is not None
+        ended = all(child.poll() is not None for child in self.children)
         states = [self._read(f"{rank}.status") for rank in range(self.count)]
         # One that has left no word when mpiexec has ended was killed with the program that would have left it.
         return [-signal.SIGKILL if state is None and ended else state for state in states]
 
     def first(self, states: Sequence[int | None]) -> int | None:
-        def when(rank: int) -> float:
-            with suppress(FileNotFoundError):
-                return os.stat(Path(self._folder.name, f"{rank}.status")).st_mtime_ns
-            return float("inf")
-
-        return min((rank for rank, state in enumerate(states) if state), key=when, default=None)
-
-    def _note(self, rank: int, status: int) -> None:
-        if not any(self._read(f"{q}.pid") for q in range(self.count)):
-            os.write(self._shown[1], self._own.read_bytes())  # nothing was started, and mpiexec says why
-        elif (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
-            os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
+        files = Path(self._folder.name).glob("*.status")
+        told = [rank for _, rank in sorted((file.stat().st_mtime_ns, int(file.stem)) for file in files)]
+        return next((rank for rank in [*told, *range(self.count)] if states[rank]), None)
 
     def _pid(self, rank: int) -> int | None:
         return self._read(f"{rank}.pid")
+
+    def _note(self, rank: int) -> None:
+        if not any(map(self._pid, range(self.count))):  # nothing was started, and mpiexec says why
+            os.write(self._shown[1], Path(self._folder.name, "mpiexec").read_bytes())
+        elif (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
+            os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
 
     def _read(self, name: str) -> int | None:
         with suppress(FileNotFoundError):
             return int(Path(self._folder.name, name).read_text())
         return None
-
-    def _reap(self) -> None:
-        if self._mpiexec:
-            if self._mpiexec.poll() is None:
-                self._mpiexec.terminate()  # it ends those that have not told their numbers yet
-            with suppress(subprocess.TimeoutExpired):
-                self._mpiexec.wait(GRACE)
-            self._mpiexec.kill()
-            self._mpiexec.wait()
-        for file in self._shown:
-            os.close(file)

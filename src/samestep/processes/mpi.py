@@ -19,16 +19,15 @@ import numpy as np
 
 from samestep.errors import BackendMissing, Invalid, ProcessFailed
 from samestep.processes.place import Place
-from samestep.processes.world import VECTORS, Alone, Works, World, first_line
+from samestep.processes.world import BYTES, VECTORS, Alone, Works, World, first_line
 
 FAILED, ENDED, ASK, ANSWER = range(4)  # kinds of alarms: the tags of their messages
-PATIENCE = (
-    1.0  # seconds within which a process that waits answers, and within which what a failed one sent still arrives
-)
+PATIENCE = 1.0  # seconds within which a waiting process answers, and what a failed one has sent still arrives
 FAREWELL = 3.0  # seconds that a failed process waits for the others to end by themselves
 LONGEST = 4000  # bytes of an alarm
 QUICK = 100  # times to look before a wait sleeps: most answers come at once
 NAP, REST = 0.00005, 0.001  # seconds to sleep between two looks, at first, and after a while
+ABSENT = "not all processes have come within {:g} s: were all started, and has none ended?"
 Get = Callable[[Any], np.ndarray[Any, Any]]
 
 _joined: MpiWorld | None = None
@@ -70,7 +69,7 @@ def initialized(place: Place, timeout: float) -> Any:
         raise BackendMissing(f"mpi4py finds no MPI ({first_line(error)}); pip install 'samestep[mpi]'") from None
     if not MPI.Is_initialized():
         # MPI waits here for all processes, for ever. Called through ctypes it lets other threads of Python run meanwhile.
-        watch = threading.Timer(timeout, _give_up, (absent(timeout),))
+        watch = threading.Timer(timeout, _give_up, (ABSENT.format(timeout),))
         watch.daemon = True
         watch.start()
         ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
@@ -86,13 +85,8 @@ def initialized(place: Place, timeout: float) -> Any:
     return MPI
 
 
-def absent(timeout: float) -> str:
-    return f"not all processes have come within {timeout:g} s: were all started, and has none ended?"
-
-
 def _give_up(message: str) -> None:
-    sys.stderr.write(f"samestep: {message}\n")
-    sys.stderr.flush()
+    print(f"samestep: {message}", file=sys.stderr, flush=True)
     os._exit(1)  # the main thread is inside MPI, and will not come back
 
 
@@ -113,24 +107,22 @@ class MpiWorld(World):
         self._answers: dict[int, int] = {}  # by rank: whom it waits for
         self._said: list[Any] = []  # alarms on their way, with their memory
         self._lock = threading.Lock()
-        (self._vectors, first), (self._bytes, second), (self._alarms, third) = (world.Idup() for _ in range(3))
+        comms, requests = zip(*(world.Idup() for _ in range(3)), strict=True)
+        self._comms, self._alarms = {VECTORS: comms[0], BYTES: comms[1]}, comms[2]
         end, tries = time.monotonic() + timeout, 0
-        while not self._mpi.Request.Testall([first, second, third]):
+        while not self._mpi.Request.Testall(requests):
             if time.monotonic() > end:
-                raise ProcessFailed(absent(timeout))
+                raise ProcessFailed(ABSENT.format(timeout))
             tries = _pause(tries)
         atexit.register(self.leave)
 
     # Vectors, and everything else
 
     def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
-        return self._comm(kind).Isend([memory.view(np.uint8), self._mpi.BYTE], rank, tag)
+        return self._comms[kind].Isend([memory.view(np.uint8), self._mpi.BYTE], rank, tag)
 
     def receive(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
-        return self._comm(kind).Irecv([memory.view(np.uint8), self._mpi.BYTE], rank, tag)
-
-    def _comm(self, kind: str) -> Any:
-        return self._vectors if kind == VECTORS else self._bytes
+        return self._comms[kind].Irecv([memory.view(np.uint8), self._mpi.BYTE], rank, tag)
 
     def empty(self, size: int, like: Any) -> np.ndarray[Any, Any]:
         return np.empty(size, str(like.dtype).rpartition(".")[2].rstrip("'>"))  # MXNet's types are classes of NumPy
@@ -239,8 +231,5 @@ class MpiWorld(World):
 
 def _pause(tries: int) -> int:
     """Between two looks: give the core away; how often that was done."""
-    if tries < QUICK:
-        time.sleep(0)
-    else:
-        time.sleep(NAP if tries < 20 * QUICK else REST)
+    time.sleep(0 if tries < QUICK else NAP if tries < 20 * QUICK else REST)
     return tries + 1

@@ -1,7 +1,4 @@
-"""Where a process stands among those of its run: told by the variables of whoever started it.
-
-torchrun, SLURM, mpiexec and `samestep train --processes k` (launch.py) each set their own.
-"""
+"""The place of a process in its run, from the variables that torchrun, SLURM, mpiexec or launch.py have set."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from samestep.errors import Invalid
 
 OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in its Trainer
 MEET = "SAMESTEP_MEET"  # where the processes that samestep itself started can meet: a file
-# What mpiexec calls rank, size, local rank and local size: MPICH (Hydra) and Open MPI.
+# What torchrun calls rank, size, local rank and local size, and what mpiexec does: MPICH (Hydra) and Open MPI.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MPIEXEC = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -34,7 +32,7 @@ class Place:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Place:
-    """The place of this process, from the variables of whoever started it.
+    """The place of this process.
 
     >>> find({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     Place(rank=3, size=4, local_rank=1, local_size=2, meet='', started_by='mpi')
@@ -42,7 +40,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Place:
     Place(rank=0, size=1, local_rank=0, local_size=1, meet='', started_by='')
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _numbered(environ, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "env://", "torchrun")
+        return _numbered(environ, TORCHRUN, "env://", "torchrun")
     for names in MPIEXEC:  # before SLURM, inside which mpiexec may run; SLURM's own PMI sets no local rank
         if set(names) <= set(environ):
             return _numbered(environ, names, "", "mpi")

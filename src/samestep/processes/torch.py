@@ -1,7 +1,6 @@
 """Several processes with torch.distributed: gloo through host memory, or NCCL from GPU to GPU.
 
-Only sends and receives are used, so that it is known which process owes an answer, and so that nothing is ever added by
-the library.
+Only sends and receives are used: so it is known which process owes an answer, and the library never adds anything.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes import mpi
 from samestep.processes.place import Place, number
-from samestep.processes.world import BYTES, TRANSPORT, Alone, Works, World, first_line
+from samestep.processes.world import TRANSPORT, VECTORS, Works, World, first_line
 
 CAUSE = "cause"  # in the store: why the run ends
 PATIENCE = 3.0  # seconds within which the store answers, if it can be reached at all
@@ -47,9 +46,7 @@ def join(place: Place, timeout: float, devices: Sequence[Device], get: mpi.Get) 
     """
     global _joined
     own_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not own_group and place.size == 1:
-        return Alone()
-    if not own_group and not place.meet:
+    if not own_group and (place.size == 1 or not place.meet):
         return mpi.join(get, place, timeout)
     if _joined is None or _joined.broken:
         _joined = TorchWorld(place, timeout)
@@ -76,16 +73,15 @@ class TorchWorld(World):
         else:
             store, self._holder = c10d.distributed_c10d._get_default_store(), 0 if self.rank == 0 else NOBODY
         self._store, missing = _gather(store, self.rank, self.size, timeout)
+        if missing[1:]:
+            ranks = ", ".join(map(str, missing))
+            raise ProcessFailed(f"ranks {ranks} have not come within {timeout:g} s: were they started?")
         if missing:
-            names = ", ".join(map(str, missing))
-            who = f"ranks {names} have" if missing[1:] else f"rank {names} has"
-            hint = "were they started?" if missing[1:] else "was it started?"
-            raise ProcessFailed(f"{who} not come within {timeout:g} s: {hint}")
-        with self._named(None):
+            raise ProcessFailed(f"rank {missing[0]} has not come within {timeout:g} s: was it started?")
+        with self._named(NOBODY):
             if self._made:
                 dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
             self._host: Any = dist.group.WORLD if self._made else dist.new_group(backend="gloo", timeout=limit)
-        self._vector, self._through = self._host, torch.device("cpu")
 
     def prepare(self, devices: Sequence[Device], timeout: float) -> None:
         """Choose how vectors travel: from GPU to GPU where every process has GPUs of its own, else through the host."""
@@ -93,38 +89,38 @@ class TorchWorld(World):
         wanted = os.environ.get(TRANSPORT, "")
         if wanted not in ("", "gloo", "nccl"):
             raise Invalid(f"{TRANSPORT} must be gloo or nccl, got {wanted!r}")
-        mine = " ".join(_serial(d) for d in dict.fromkeys(devices) if d.kind == "cuda")
+        indices = [device.index for device in dict.fromkeys(devices) if device.kind == "cuda"]
+        mine = " ".join(str(torch.cuda.get_device_properties(index).uuid) for index in indices)
         gpus = [text.decode().split() for text in self.collect(mine.encode())]
         serials = [serial for found in gpus for serial in found]
         own = all(gpus) and len(serials) == len(set(serials))
-        if wanted == "nccl" or (own and not wanted and dist.is_nccl_available()):
-            self._through = torch.device(str(devices[0]))
+        direct = wanted == "nccl" or (own and not wanted and dist.is_nccl_available())
+        self._through = torch.device(str(devices[0]) if direct else "cpu")
+        if direct:
             torch.cuda.set_device(self._through)
-            self._vector = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
-        else:
-            self._vector, self._through = self._host, torch.device("cpu")
+            self._gpus = dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
 
     # Vectors
 
     def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
         if self._through.type == "cuda":
-            with self._named(None):
-                ops = [dist.P2POp(dist.isend, v, group=self._vector, group_peer=q) for q, v in sends]
-                ops += [dist.P2POp(dist.irecv, v, group=self._vector, group_peer=q) for q, v in receives]
-                return [], [(-1, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
+            with self._named(NOBODY):
+                ops = [dist.P2POp(dist.isend, v, group=self._gpus, group_peer=q) for q, v in sends]
+                ops += [dist.P2POp(dist.irecv, v, group=self._gpus, group_peer=q) for q, v in receives]
+                return [], [(NOBODY, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
         return super().swap(sends, receives)
 
-    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
+    def expect(self, receives: Sequence[tuple[int, Any]], kind: str = VECTORS) -> Any:
         # Gloo sends nothing before the other side has said that it is ready. NCCL must have both at once.
-        return receives if self._through.type == "cuda" else super().expect(receives)
+        return receives if kind == VECTORS and self._through.type == "cuda" else super().expect(receives, kind)
 
     def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
         with self._named(rank):
-            return self._host.send([torch.from_numpy(memory) if kind == BYTES else memory], rank, tag)
+            return self._host.send([torch.as_tensor(memory)], rank, tag)
 
     def receive(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
         with self._named(rank):
-            return self._host.recv([torch.from_numpy(memory) if kind == BYTES else memory], rank, tag)
+            return self._host.recv([torch.as_tensor(memory)], rank, tag)
 
     def wait(self, works: Works) -> None:
         for rank, work in works:
@@ -174,7 +170,7 @@ class TorchWorld(World):
         return answers[0] if answers else None
 
     @contextmanager
-    def _named(self, rank: int | None) -> Iterator[None]:
+    def _named(self, rank: int) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
@@ -182,13 +178,13 @@ class TorchWorld(World):
                 raise
             raise ProcessFailed(self._cause(rank, error)) from error
 
-    def _cause(self, rank: int | None, error: Exception) -> str:
-        late, lost = "imed out" in str(error) or "imeout" in str(error), -1 if rank is None else rank
+    def _cause(self, rank: int, error: Exception) -> str:
+        late = "imed out" in str(error) or "imeout" in str(error)
         patience = PATIENCE + self.timeout / 10  # they have not all begun to wait at one moment
-        cause = self._ask(partial(self._trace, lost, late, patience), patience + 1)
+        cause = self._ask(partial(self._trace, rank, late, patience), patience + 1)
         if cause is None and self._holder not in (self.rank, NOBODY):
             return self.lost(self._holder, late=self._store is None)  # the one waited for may only have noticed earlier
-        return cause or self.lost(lost, late)
+        return cause or self.lost(rank, late)
 
     def _trace(self, rank: int, late: bool, patience: float, store: Any) -> str:
         """Why the run ends: what a failing process has said, or who is lost at the end of the chain of those who wait.
@@ -197,7 +193,7 @@ class TorchWorld(World):
         alive: it leaves a note of whom it has waited for.
         """
         if not store.check([CAUSE]):
-            store.set(f"lost/{self.rank}", f"{rank} {late:d}")
+            store.set(f"lost/{self.rank}", json.dumps([rank, late]))
             asked, began = {self.rank}, time.monotonic()
             if rank < 0:  # not told by the library
                 silent = _without(store, "lost", self.others, ALIVE)
@@ -208,8 +204,7 @@ class TorchWorld(World):
                 if _without(store, "lost", [rank], began + (patience if late else ALIVE) - time.monotonic()):
                     culprit = rank, late
                     break
-                other, again = store.get(f"lost/{rank}").split()
-                rank, late = int(other), bool(int(again))
+                rank, late = json.loads(store.get(f"lost/{rank}"))
             store.compare_set(CAUSE, "", self.lost(*culprit))
         return str(store.get(CAUSE), "utf-8")
 
@@ -230,11 +225,9 @@ def _meet(place: Place, limit: timedelta) -> tuple[Any, int]:
     try:
         store = c10d.TCPStore(host, port, place.size, holds, limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError, OSError) as error:
-        if holds:
-            raise ProcessFailed(f"rank 0 cannot listen at {host}:{port}: {first_line(error)}") from error
-        raise ProcessFailed(
-            f"rank {place.rank} cannot reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
-        ) from error
+        reach = f"reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
+        cannot = f"listen at {host}:{port}: {first_line(error)}" if holds else reach
+        raise ProcessFailed(f"rank {place.rank} cannot {cannot}") from error
     return store, holder
 
 
@@ -284,7 +277,3 @@ def _without(store: Any, name: str, ranks: Sequence[int], seconds: float) -> lis
         except RuntimeError:
             missing.append(rank)
     return missing
-
-
-def _serial(device: Device) -> str:
-    return str(torch.cuda.get_device_properties(device.index).uuid)

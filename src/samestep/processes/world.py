@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,13 @@ TRANSPORT = "SAMESTEP_TRANSPORT"  # how PyTorch's vectors travel, to overrule th
 VECTORS, BYTES = "vectors", "bytes"  # the exchange thread moves vectors; the main thread moves everything else
 TAGS = 1 << 28  # numbers of swaps, before they start anew
 Works = list[tuple[int, Any]]  # a rank, and what is on its way to it or from it
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a swap will receive, and the number of that swap."""
-
-    tag: int
-    arriving: Works
+Bytes = np.ndarray[Any, Any]
 
 
 class World(abc.ABC):
     """The processes of a run, and how numbers get from one to another."""
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, timeout: float = 0.0) -> None:
         self.rank, self.size = rank, size
         self.timeout = timeout  # seconds after which a process that does not answer is given up
         self._swaps = {VECTORS: 0, BYTES: 0}
@@ -70,55 +62,48 @@ class World(abc.ABC):
 
     # Vectors
 
-    def expect(self, receives: Sequence[tuple[int, Any]]) -> Any:
-        """Begin to receive for a later swap, which is given what this returns."""
-        return self._expect(VECTORS, receives)
-
-    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
-        """Begin to send vectors to processes, and to receive vectors from processes into memory.
-
-        Returns what leaves and what arrives, each to be waited for.
-        """
-        return self._swap(VECTORS, sends, receives)
-
-    def _expect(self, kind: str, receives: Sequence[tuple[int, Any]]) -> Expected:
+    def expect(self, receives: Sequence[tuple[int, Any]], kind: str = VECTORS) -> Any:
+        """Begin to receive for a later swap, which is given what this returns: its number, and what will arrive."""
         # Every swap has a number of its own, the same in all processes: receives begin in another order than sends.
         tag = self._swaps[kind] % TAGS * 2 + (kind == BYTES)
         self._swaps[kind] += 1
-        return Expected(tag, [(rank, self.receive(kind, rank, memory, tag)) for rank, memory in receives])
+        return tag, [(rank, self.receive(kind, rank, memory, tag)) for rank, memory in receives]
+
+    def swap(self, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
+        """Begin to send vectors, and to receive others into memory: what leaves and what arrives, to be waited for."""
+        return self._swap(VECTORS, sends, receives)
 
     def _swap(self, kind: str, sends: Sequence[tuple[int, Any]], receives: Any) -> tuple[Works, Works]:
-        expected = receives if isinstance(receives, Expected) else self._expect(kind, receives)
-        return [(rank, self.send(kind, rank, memory, expected.tag)) for rank, memory in sends], expected.arriving
+        tag, arriving = receives if isinstance(receives, tuple) else self.expect(receives, kind)
+        return [(rank, self.send(kind, rank, memory, tag)) for rank, memory in sends], arriving
 
     # Everything else
 
     def collect(self, content: bytes) -> list[bytes]:
         """What each process has, on every process. This waits."""
         length, lengths = np.array([len(content)]), {rank: np.zeros(1, np.int64) for rank in self.others}
-        self._swap_bytes([(rank, length) for rank in lengths], lengths.items())
+        self.wait(self._tell(length, lengths))
         mine = np.frombuffer(bytearray(content), np.uint8)
         memory = {rank: np.empty(int(size[0]), np.uint8) for rank, size in lengths.items()}
-        wanted = [(rank, array) for rank, array in memory.items() if len(array)]
-        self._swap_bytes([(rank, mine) for rank in memory if content], wanted)
+        self.wait(self._tell(mine, memory))
         return [content if rank == self.rank else memory[rank].tobytes() for rank in range(self.size)]
 
-    def _swap_bytes(self, sends: Any, receives: Any) -> None:
-        leaving, arriving = self._swap(BYTES, list(sends), list(receives))
-        self.wait(leaving + arriving)
+    def _tell(self, mine: Bytes, theirs: dict[int, Bytes]) -> Works:
+        """Begin to send an array to all others, and to receive theirs; empty ones do not travel."""
+        sends = [(rank, mine) for rank in theirs if len(mine)]
+        leaving, arriving = self._swap(BYTES, sends, [(rank, array) for rank, array in theirs.items() if len(array)])
+        return leaving + arriving
 
     def broadcast(self, content: bytes | None) -> bytes:
         """What process 0 has, on every process. This waits."""
         return self.collect(content or b"" if self.rank == 0 else b"")[0]
 
-    def vote(self, stop: bool) -> tuple[list[np.ndarray[Any, Any]], Works]:
+    def vote(self, stop: bool) -> tuple[list[Bytes], Works]:
         """Begin to ask whether anybody wants to stop; `agreed` waits for the answer, which is the same for all."""
-        votes = [np.array([stop and rank == self.rank], np.uint8) for rank in range(self.size)]
-        sends = [(rank, votes[self.rank]) for rank in self.others]
-        leaving, arriving = self._swap(BYTES, sends, [(rank, votes[rank]) for rank in self.others])
-        return votes, leaving + arriving
+        mine, theirs = np.array([stop], np.uint8), {rank: np.zeros(1, np.uint8) for rank in self.others}
+        return [mine, *theirs.values()], self._tell(mine, theirs)
 
-    def agreed(self, vote: tuple[list[np.ndarray[Any, Any]], Works]) -> bool:
+    def agreed(self, vote: tuple[list[Bytes], Works]) -> bool:
         """Whether anybody wants to stop. This waits."""
         votes, works = vote
         self.wait(works)
@@ -128,7 +113,10 @@ class World(abc.ABC):
 
     def reason(self, error: BaseException) -> str:
         """Why this process ends, in one line for the others: an error of its own, or what it heard from another."""
-        return str(error) if isinstance(error, ProcessFailed) else f"rank {self.rank} failed: {named(error)}"
+        if isinstance(error, ProcessFailed):
+            return str(error)
+        said = f": {first_line(error)}" if str(error).strip() else ""
+        return f"rank {self.rank} failed: {type(error).__name__}{said}"
 
     def lost(self, rank: int, late: bool) -> str:
         """That a process is gone, or late; -1: it is not known which one."""
@@ -142,11 +130,6 @@ def gone(who: str) -> str:
     return f"{who} is gone: it was killed, or its host was lost"
 
 
-def named(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
-
-
 def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
@@ -154,22 +137,12 @@ def first_line(error: BaseException) -> str:
 class Alone(World):
     """A world of one process, where nothing has to be moved."""
 
-    def __init__(self) -> None:
-        super().__init__(0, 1, 0.0)
-
-    def send(self, kind: str, rank: int, memory: Any, tag: int) -> Any:
+    def send(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("there is nobody else")
 
-    receive = send
+    receive = empty = bring = send
 
-    def wait(self, works: Works) -> None:
-        pass
+    def wait(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to wait for."""
 
-    def empty(self, size: int, like: Any) -> Any:
-        return like[:0]
-
-    def bring(self, vector: Any) -> Any:
-        return vector
-
-    def fail(self, error: BaseException) -> None:
-        pass
+    fail = wait

@@ -15,25 +15,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from samestep.checks import whole
 from samestep.errors import Invalid
 from samestep.processes.launch import engine_for, of
 from samestep.processes.place import OVERRIDES
+from samestep.runs import diff
+from samestep.runs.diff import Difference, _count
 from samestep.runs.run import Run, events
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from samestep.runs.diff import Difference
 
 POLL = 0.001  # seconds between two looks at a log
 TAIL = 1 << 20  # bytes; the last line about steps is in the last so many of a log
 LINES = 20  # of what a failed run printed are shown
+BAD = ("DIFFERS", "FAILED")  # verdicts
 
 
 @dataclass(frozen=True)
@@ -75,34 +75,24 @@ class Job:
         rest = [*([str(self.script)] if self.script else []), *(["--", *self.arguments] if self.arguments else [])]
         return [sys.executable, "-m", "samestep", "train", "--quiet", *given, *rest]
 
-    def engine(self, way: Way) -> str:
-        return engine_for(self.script, self.backend) if way.processes > 1 else "torch"
 
-
-class Start:
+class Start(ExitStack):
     """The processes of a run, started in one way; they are all ended when the `with` is left."""
 
     def __init__(self, job: Job, way: Way, folder: Path, every: int | None = None) -> None:
+        super().__init__()
         self.folder, self.survivors = folder, 0
         self.output = folder.with_name(folder.name + ".txt")  # what they print
         env = {name: value for name, value in os.environ.items() if name != OVERRIDES} | {"PYTHONUNBUFFERED": "1"}
+        kind = of(engine_for(job.script, job.backend) if way.processes > 1 else "torch")
         with open(self.output, "wb") as output:
-            self.processes = of(job.engine(way))(job.command(way, folder, every), way.processes, env, output.fileno())
+            processes = kind(job.command(way, folder, every), way.processes, env, output.fileno())
+            self.processes, self.wait = self.enter_context(processes), processes.wait
             try:
                 self.processes.start()
             except BaseException:
-                self.__exit__()
+                self.close()
                 raise
-
-    def __enter__(self) -> Start:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.processes.__exit__()
-
-    def wait(self) -> int:
-        """Wait for all processes; the exit status."""
-        return self.processes.wait()
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds; False if a process has ended before it does."""
@@ -166,18 +156,16 @@ class Report:
 
     @property
     def same(self) -> bool:
-        return not any(row.verdict in ("DIFFERS", "FAILED") for row in self.runs)
+        return not any(row.verdict in BAD for row in self.runs)
 
     def conclusion(self) -> str:
         """What was found, in words."""
-        from samestep.runs.diff import describe
-
-        bad = next((row for row in self.runs if row.verdict in ("DIFFERS", "FAILED")), None)
+        bad = next((row for row in self.runs if row.verdict in BAD), None)
         kept = f"\nthe runs are kept in {self.kept}" if self.kept else ""
         if bad and bad.verdict == "FAILED":
             return f"{self.job} failed on {bad.way}:\n{bad.message}{kept}"
         if bad and self.difference:
-            return f"A: {self.runs[0].way}; B: {self.differs}\n{describe(self.difference)}{kept}"
+            return f"A: {self.runs[0].way}; B: {self.differs}\n{diff.describe(self.difference)}{kept}"
         ran = [row for row in self.runs if row.verdict in ("reference", "same")]
         kills = sum(row.killed_at is not None for row in ran)
         early = sum(row.verdict == "not killed" for row in self.runs)
@@ -186,8 +174,6 @@ class Report:
         return first + f"\n{_count(early, 'run')} ended before the kill: more steps are needed" * (early > 0) + kept
 
     def to_json(self) -> str:
-        from samestep.runs import diff
-
         difference = json.loads(diff.to_json(self.difference)) if self.difference else None
         return json.dumps({"same": self.same, **asdict(self), "difference": difference}, indent=2)
 
@@ -261,7 +247,7 @@ def verify(
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Invalid(f"--keep {keep} cannot be made: {error.strerror or error}") from error
-    runs = Runs(job, root, report, tell, tidy=keep is None)
+    runs = Runs(job, root, report, partial(tell, report), tidy=keep is None)
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what was started
     try:
         runs.refer(Way(devices[0], processes[0]))
@@ -284,11 +270,8 @@ def verify(
 class Runs:
     """Makes the runs of a verification, and compares them with the first."""
 
-    def __init__(self, job: Job, root: Path, report: Report, tell: Callable[[Report], None], tidy: bool) -> None:
-        self.job, self.root, self.report, self._tell, self.tidy = job, root, report, tell, tidy
-
-    def tell(self) -> None:
-        self._tell(self.report)
+    def __init__(self, job: Job, root: Path, report: Report, tell: Callable[[], None], tidy: bool) -> None:
+        self.job, self.root, self.report, self.tell, self.tidy = job, root, report, tell, tidy
 
     def refer(self, way: Way) -> None:
         """The run that all others are compared with; if it cannot be had, there is nothing to verify."""
@@ -343,8 +326,6 @@ class Runs:
 
     def _judge(self, row: Row, start: Start, status: int, good: str = "same") -> None:
         """Compare a run that has ended with the first one."""
-        from samestep.runs.diff import compare
-
         try:
             if status:
                 raise Invalid(start.said())
@@ -353,7 +334,7 @@ class Runs:
             row.verdict, row.message = "FAILED", str(error)
             return self.tell()
         row.steps, row.fingerprint = len(run.fingerprints), run.fingerprint
-        found = compare(self.run_folder, start.folder)
+        found = diff.compare(self.run_folder, start.folder)
         same = (run.fingerprints, run.fingerprint) == (self.first.fingerprints, self.first.fingerprint) and found.same
         row.verdict = good if same else "DIFFERS"
         if not same and self.report.difference is None:
@@ -365,8 +346,6 @@ class Runs:
 
 def table(report: Report) -> Table:
     """The runs as a table."""
-    from rich.table import Table
-
     made = Table(box=None, pad_edge=False)
     for name in ("way", "steps", "resumed at", "fingerprint", ""):
         made.add_column(name, justify="right" if name in ("steps", "resumed at") else "left", no_wrap=name != "way")
@@ -374,7 +353,3 @@ def table(report: Report) -> Table:
         numbers = ["" if number is None else str(number) for number in (row.steps, row.resumed_at)]
         made.add_row(row.way, *numbers, row.fingerprint[:16], row.verdict)
     return made
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n:,} {thing}{'' if n == 1 else 's'}"

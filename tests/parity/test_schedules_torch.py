@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import samestep.schedules.exports.torch
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
+from samestep.backends.torch.scheduler import read
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
 from samestep.schedules.exports.torch import Scheduler as scheduler
-from samestep.schedules.exports.torch import read
 from samestep.schedules.kinds import constant, cosine, drops, geometric, one_cycle, poly, triangle
 
 Make = Callable[[Optimizer], LRScheduler]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from samestep.backends.base import Backend
 from samestep.devices import cpu, gpu, resolve
 from samestep.errors import Invalid
 from samestep.processes.place import MEET, Place, find, first_host, tasks_per_node
@@ -141,6 +142,8 @@ class FourGpus:
 
     def devices(self) -> list[Any]:
         return [cpu(), *map(gpu, range(4))]
+
+    usable, require = Backend.usable, Backend.require
 
 
 @pytest.mark.parametrize(

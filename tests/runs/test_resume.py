@@ -36,7 +36,8 @@ from torch import nn
 import samestep as ss
 from samestep import draws
 from samestep import fingerprint as bits
-from samestep.backends.torch import fingerprint as torch_bits
+from samestep.backends.torch.backend import backend
+from samestep.backends.torch.fingerprint import VectorFingerprint
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import cpu
@@ -573,7 +574,7 @@ def test_a_replica_that_is_not_restored_is_noticed_by_the_fit_itself(
 
 def every_tensor_counts(of: Callable[[TorchReplica], Any]) -> None:
     """A fingerprint must change with one bit of any element of any tensor that training can change."""
-    replica = TorchReplica(Tied(), None, cpu(), SHARDS)
+    replica = TorchReplica(backend, Tied(), None, cpu(), SHARDS)
     before = of(replica)
     assert of(replica) == before
     tensors = {name: np.array(tensor) for name, tensor in replica.tensors().items()}
@@ -613,7 +614,7 @@ def test_fingerprints_that_ignore_a_tensor_are_rejected(monkeypatch: pytest.Monk
         with pytest.raises(AssertionError, match="does not count"):
             every_tensor_counts(without(names))
     with monkeypatch.context() as patch:  # the weights alone: the statistics of batch norm are not looked at
-        patch.setattr(TorchReplica, "fingerprint", lambda self: torch_bits.fingerprint([self.weights.vector]))
+        patch.setattr(TorchReplica, "fingerprint", lambda self: VectorFingerprint([self.weights.vector])())
         with pytest.raises(AssertionError, match=r"element 0 of norm\.running_mean does not count"):
             every_tensor_counts(of_a_step)
     with monkeypatch.context() as patch:  # all but the last weight
@@ -628,7 +629,7 @@ def test_a_fingerprint_of_weights_alone_would_not_see_forgotten_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Why the fingerprint of a step covers the buffers: without them, a resume that forgets them looks right."""
-    weights = lambda self: torch_bits.fingerprint([self.weights.vector])  # noqa: E731
+    weights = lambda self: VectorFingerprint([self.weights.vector])()  # noqa: E731
     case = Case(lambda: dense(nn.BatchNorm1d(6)))
     honest = fit(case).fingerprints
     monkeypatch.setattr(TorchReplica, "fingerprint", weights)

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from samestep.backends.base import Backend, Task
 from samestep.backends.losses import Shape, check_examples, check_weights, convert
 from samestep.backends.torch.replica import TorchReplica
+from samestep.backends.torch.scheduler import read
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotDeterministic
@@ -175,8 +176,6 @@ class TorchBackend(Backend):
         return TorchUpdater(optimizer, replica, clip)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
-        from samestep.schedules.exports.torch import read
-
         return read(scheduler, n)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:

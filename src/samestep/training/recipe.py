@@ -6,7 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from samestep import __version__, fingerprint
+import samestep
+from samestep import fingerprint
 from samestep.backends import find
 from samestep.errors import Invalid
 from samestep.runs.run import differences
@@ -33,7 +34,7 @@ def _own(fit: Fit, model: Any) -> dict[str, Any]:
     settings, backend, data, first = fit.settings, fit.backend, fit.data, fit.group.replicas[0]
     tensors = first.tensors()
     return {
-        "samestep": __version__, "framework": backend.name, "version": find.installed(backend.name),
+        "samestep": samestep.__version__, "framework": backend.name, "version": find.installed(backend.name),
         "device": first.device.kind, "model": backend.describe(model),
         "parameters": {name: list(t.shape) for name, t in tensors.items()},
         "initial": fingerprint.of_weights(tensors), "precision": fit.shape.dtype,

@@ -94,7 +94,7 @@ class Trainer:
         for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
             setattr(self, name, whole("", name, getattr(self, name), 1))
         self.seed = whole("", "seed", self.seed, most=2**64 - 1)
-        uncalled = self.optimizer in (sgd, adam, adamw, adagrad, sgld)  # samestep.sgd without its ()
+        uncalled = any(self.optimizer is made for made in (sgd, adam, adamw, adagrad, sgld))  # without its ()
         theirs = frameworks_of(self.optimizer) or callable(self.optimizer)
         if not isinstance(self.optimizer, Optimizer) and (uncalled or not theirs):
             raise WrongType(

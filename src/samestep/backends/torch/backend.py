@@ -39,6 +39,9 @@ class TorchBackend(Backend):
     def devices(self) -> list[Device]:
         return [cpu(), *(gpu(i) for i in range(torch.cuda.device_count()))]
 
+    def usable(self, device: Device) -> bool:
+        return device.index < (torch.cuda.device_count() if device.kind == "cuda" else 1)
+
     def memory(self, device: Device) -> tuple[int, int]:
         if device.kind == "cuda":
             free, total = torch.cuda.mem_get_info(device.index)

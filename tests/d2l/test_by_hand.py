@@ -237,7 +237,7 @@ def test_split_batch_refuses_no_devices() -> None:
 
 def test_split_batch_refuses_examples_and_labels_on_different_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.ones(4, 2), torch.ones(4)
-    monkeypatch.setattr("samestep.devices.device_of", lambda array: gpu(1) if array is y else cpu())
+    monkeypatch.setattr("samestep.backends.arrays.device_of", lambda array: gpu(1) if array is y else cpu())
     with pytest.raises(DevicesDiffer, match=r"\(x on cpu, y on cuda:1\)"):
         split_batch(x, y, ["cpu"])
 

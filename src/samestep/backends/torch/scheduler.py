@@ -16,6 +16,7 @@ from samestep.errors import Invalid, WrongType
 def read(scheduler: LRScheduler, n: int) -> list[float]:
     """The rates of the next n updates under any PyTorch scheduler; the scheduler and its optimizer stay as they are.
 
+    >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     >>> read(torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5), 4)
     [0.5, 0.5, 0.25, 0.25]

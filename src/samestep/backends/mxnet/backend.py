@@ -52,7 +52,7 @@ ENVIRONMENT = {
 
 
 class MxnetBackend(Backend):
-    name, word = "mxnet", "array"
+    name, an_array = "mxnet", "an array"
 
     def __init__(self) -> None:
         super().__init__()

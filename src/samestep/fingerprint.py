@@ -69,8 +69,8 @@ class Fingerprint:
             at += along + down
 
     def __call__(self) -> Numbers:
-        for place, rest in self._copies:
-            place[:] = rest
+        for words, rest in self._copies:
+            words[:] = rest
         self._add()
         np.right_shift(self._whole, 32, out=self._upper)
         total: Numbers = np.einsum("i,i->", self._words, self._odd).reshape(1)  # not @: it adds as it multiplies

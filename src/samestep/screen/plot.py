@@ -56,10 +56,10 @@ def _dots(values: NDArray[np.float64], top: float, bottom: float, rows: int, col
     """The dots of one curve: for each column, all rows between the lowest and the highest value that fall into it."""
     fine = columns * max(1, -(-len(values) // columns))  # a whole number of points for each column
     points = np.interp(np.linspace(0, len(values) - 1, fine), np.arange(len(values)), values)
-    place = np.rint((top - points) / (top - bottom) * (rows - 1)).astype(int).reshape(columns, -1)
-    before = np.concatenate([place[:1, :1], place[:-1, -1:]])  # where the column to the left ended, to leave no gaps
-    low, high = np.minimum(place.min(1), before[:, 0] + 1), np.maximum(place.max(1), before[:, 0] - 1)
-    low[0], high[0] = place[0].min(), place[0].max()
+    level = np.rint((top - points) / (top - bottom) * (rows - 1)).astype(int).reshape(columns, -1)
+    before = np.concatenate([level[:1, :1], level[:-1, -1:]])  # where the column to the left ended, to leave no gaps
+    low, high = np.minimum(level.min(1), before[:, 0] + 1), np.maximum(level.max(1), before[:, 0] - 1)
+    low[0], high[0] = level[0].min(), level[0].max()
     return [(row, column) for column in range(columns) for row in range(low[column], high[column] + 1)]
 
 

@@ -21,7 +21,7 @@ class FlatTree:
 
     structure: Any  # of JAX
     names: tuple[str, ...]  # of the leaves, in the order of the tree
-    places: tuple[int, ...]  # for each leaf, which of the vectors it lies in
+    vector_of: tuple[int, ...]  # for each leaf, which of the vectors it lies in
     layouts: tuple[Layout, ...]  # of the vectors
 
     @staticmethod
@@ -49,13 +49,13 @@ class FlatTree:
     def flatten(self, tree: Any) -> tuple[Vector, ...]:
         leaves = [jnp.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)]
         return tuple(
-            jnp.concatenate([leaf for leaf, place in zip(leaves, self.places, strict=True) if place == i])
+            jnp.concatenate([leaf for leaf, number in zip(leaves, self.vector_of, strict=True) if number == i])
             for i in range(len(self.layouts))
         )
 
     def unflatten(self, vectors: Sequence[Vector]) -> Any:
         cut = [iter(layout.cut(vector)) for layout, vector in zip(self.layouts, vectors, strict=True)]
-        return jax.tree.unflatten(self.structure, [next(cut[place]) for place in self.places])
+        return jax.tree.unflatten(self.structure, [next(cut[number]) for number in self.vector_of])
 
     def filled(self, tensors: Tensors) -> Any:
         """The tree of these tensors."""

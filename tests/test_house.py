@@ -116,6 +116,27 @@ def test_every_file_says_why_it_exists(file: str) -> None:
     assert FILES[file].startswith(('"""', 'r"""'))
 
 
+def asks(code: str) -> list[str]:
+    """Where code finds out what one of these can do, instead of having it said by a method with a default."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("hasattr", "getattr"):
+            about = ast.unparse(node.args[0]).rpartition(".")[2].strip("_")
+            found += [ast.unparse(node)] * (about in ("backend", "replica", "updater", "world", "layout"))
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nobody_asks_what_a_backend_can_do(file: str) -> None:
+    assert asks(FILES[file]) == []
+
+
+def test_a_question_is_seen() -> None:
+    assert asks("getattr(self._backend, 'fetch', None)") == ["getattr(self._backend, 'fetch', None)"]
+    assert len(asks("if hasattr(replica, 'looped') or getattr(updater, 'fixed', False): pass")) == 2
+    assert asks("getattr(loss, 'reduction', 'mean'), getattr(optimizer, name)") == []  # users' objects
+
+
 def sizes(files: dict[str, str]) -> dict[str, int]:
     """Lines of the core, of each framework, and of the largest file."""
     lines = {file: code.count("\n") for file, code in files.items()}

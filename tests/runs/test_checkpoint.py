@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from patience import be_patient
 from safetensors import safe_open
 from safetensors.numpy import load, load_file
 from torch import nn
@@ -30,7 +31,6 @@ import samestep as ss
 from samestep.errors import Invalid, WrongType
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Cadence, Writer, pack, parse, paths, read, unpack
-from samestep.runs.folder import RunFolder
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((40, 5)).astype(np.float32)
@@ -61,17 +61,6 @@ def fit(data: Any = DATA, hidden: int = 4, **settings: Any) -> ss.Run:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Every checkpoint is on the disk before the next step begins, so that none takes the place of another."""
-    save = RunFolder.save
-
-    def wait(self: RunFolder, about: dict[str, Any], tensors: Any) -> None:
-        save(self, about, tensors)
-        self.writer.flush()
-
-    patch.setattr(RunFolder, "save", wait)
 
 
 @pytest.fixture

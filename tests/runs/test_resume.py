@@ -28,9 +28,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conformance import suite
+from patience import be_patient
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
-from test_checkpoint import be_patient
 from torch import nn
 
 import samestep as ss

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from patience import be_patient
 from safetensors.numpy import load_file
-from test_checkpoint import be_patient
 
 import samestep as ss
 from samestep.draws import order

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from test_checkpoint import be_patient
+from patience import be_patient
 
 import samestep as ss
 from samestep.backends import find

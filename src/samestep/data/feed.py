@@ -22,16 +22,10 @@ from samestep.errors import Invalid
 from samestep.shards import Span
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Backend, Shape
+    from samestep.backends.base import Backend
 
 READ_AHEAD = 32  # shards
 SHARE_OF_DEVICE = 0.25  # of a GPU's free memory that data may take and still be kept there
-
-
-def probe(backend: Backend, model: Any, loss: Any, examples: Arrays | Source) -> Shape:
-    """What the model does with the first example."""
-    x, y = examples.read(np.arange(1))
-    return backend.probe(model, loss, x, y, f"{examples.name} x")
 
 
 def check_labels(name: str, y: Numbers, classes: int | None) -> None:

@@ -112,7 +112,7 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
     for name, side in (("A", left), ("B", right)):
         if side.steps and (side.end is None or side.length < max(found.lengths)):
             unfinished = "" if side.end else "is not finished: it "
-            found.notes.append(f"{name} {unfinished}ends after {_count(side.length, 'step')}")
+            found.notes.append(f"{name} {unfinished}ends after {counted(side.length, 'step')}")
     if not at:
         found.notes.append("no tensors are compared: after no step do both have a checkpoint or final weights")
     return found
@@ -124,7 +124,7 @@ def _first(left: Side, right: Side, changed: list[str]) -> tuple[str, int, str, 
     for step in sorted(both | tests):
         if step in tests and "test" not in changed and repr(left.tests[step]) != repr(right.tests[step]):
             losses = f"loss {left.tests[step][0]} in A, {right.tests[step][0]} in B"
-            return "evaluation", step, f"they differ first in the test after {_count(step, 'step')}: {losses}", None
+            return "evaluation", step, f"they differ first in the test after {counted(step, 'step')}: {losses}", None
         if step in both and (different := _compare_step(left.steps[step], right.steps[step])):
             kind, words, shards = different
             if step == 0 and "framework" not in changed:  # frameworks lay out the same weights in different ways
@@ -212,12 +212,14 @@ def _compare_tensor(name: str, step: int, a: NDArray[Any] | None, b: NDArray[Any
 
 def _conclude(found: Difference, left: Side, right: Side, at: list[int]) -> tuple[str | None, str]:
     """Kind and verdict where the logs, as far as there are any, are the same."""
-    steps = _count(found.steps, "step")
+    steps = counted(found.steps, "step")
     if found.tensors:
-        words = f"they differ after {_count(found.tensors[0].step, 'step')}, in {_count(len(found.tensors), 'tensor')}"
+        words = (
+            f"they differ after {counted(found.tensors[0].step, 'step')}, in {counted(len(found.tensors), 'tensor')}"
+        )
         return "tensors", words + f"; the logs of {steps} are the same" * bool(found.steps)
     if not found.steps:
-        return None, f"the same: all tensors after {_count(at[-1], 'step')}"
+        return None, f"the same: all tensors after {counted(at[-1], 'step')}"
     last = max(left.steps.keys() & right.steps.keys())
     steps += f", fingerprint {left.end if left.end and left.end == right.end else left.steps[last][-1]}"
     if left.length == right.length:
@@ -304,7 +306,7 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     return {key: leaf for part in inner for key, leaf in part.items()}
 
 
-def _count(n: int, thing: str) -> str:
+def counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 

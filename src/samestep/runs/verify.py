@@ -27,7 +27,7 @@ from samestep.errors import Invalid
 from samestep.processes.launch import engine_for, of
 from samestep.processes.place import OVERRIDES
 from samestep.runs import diff
-from samestep.runs.diff import Difference, _count
+from samestep.runs.diff import Difference, counted
 from samestep.runs.run import Run, events
 
 POLL = 0.001  # seconds between two looks at a log
@@ -52,7 +52,7 @@ class Way:
         return self.devices * self.processes
 
     def __str__(self) -> str:
-        devices, processes = _count(self.devices, "device"), f"{self.processes} processes"
+        devices, processes = counted(self.devices, "device"), f"{self.processes} processes"
         return devices if self.processes == 1 else processes if self.devices == 1 else f"{processes} x {devices}"
 
 
@@ -169,9 +169,9 @@ class Report:
         ran = [row for row in self.runs if row.verdict in ("reference", "same")]
         kills = sum(row.killed_at is not None for row in ran)
         early = sum(row.verdict == "not killed" for row in self.runs)
-        words = f"the same in {_count(len(ran) - kills, 'way')}" + f" and after {_count(kills, 'kill')}" * (kills > 0)
-        first = f"{words}: {_count(ran[0].steps or 0, 'step')}, fingerprint {ran[0].fingerprint}"
-        return first + f"\n{_count(early, 'run')} ended before the kill: more steps are needed" * (early > 0) + kept
+        words = f"the same in {counted(len(ran) - kills, 'way')}" + f" and after {counted(kills, 'kill')}" * (kills > 0)
+        first = f"{words}: {counted(ran[0].steps or 0, 'step')}, fingerprint {ran[0].fingerprint}"
+        return first + f"\n{counted(early, 'run')} ended before the kill: more steps are needed" * (early > 0) + kept
 
     def to_json(self) -> str:
         difference = json.loads(diff.to_json(self.difference)) if self.difference else None

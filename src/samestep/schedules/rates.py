@@ -47,7 +47,7 @@ class Rates:
     ) -> None:
         self.steps, self.dtype = steps_per_epoch, shape.dtype
         self.plateau: Plateau | None = None
-        if schedule is not None and getattr(updater, "fixed", False):
+        if schedule is not None and updater.fixed:
             raise Invalid(
                 "schedule cannot be applied: this optimizer has its rate inside. Pass the function that makes it from a rate "
                 "(optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"

@@ -96,9 +96,9 @@ def train(
     if run_dir == "none":
         given["run_dir"] = None
     if script is not None:
-        for option, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
+        for name, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
             if value is not None:
-                raise Invalid(f"{option} goes with the built-in job; {script} has a model and an optimizer of its own")
+                raise Invalid(f"{name} goes with the built-in job; {script} has a model and an optimizer of its own")
         return _run_script(script, context.args, given)
     if context.args:
         raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
@@ -244,9 +244,8 @@ def _ask(framework: str) -> str:
     """Ask a framework for its devices, in a process of its own: some cannot be loaded together."""
     code = f"from samestep.backends.find import load; print(*load({framework!r}).devices(), sep=', ')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    lines = (
-        (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    )  # a framework may print lines of its own
+    said = done.stderr if done.returncode else done.stdout  # a framework may print lines of its own before
+    lines = said.strip().splitlines()
     last = lines[-1] if lines else f"status {done.returncode}"
     return f"cannot be loaded: {last}" if done.returncode else last
 

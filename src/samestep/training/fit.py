@@ -13,7 +13,7 @@ import numpy as np
 from samestep import draws, fingerprint
 from samestep.backends.base import Backend
 from samestep.data.examples import Data
-from samestep.data.feed import Batch, Feed, probe
+from samestep.data.feed import Batch, Feed
 from samestep.devices import Device
 from samestep.errors import NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
@@ -23,7 +23,7 @@ from samestep.runs.folder import RunFolder
 from samestep.runs.run import Event, Run, chain, events
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
-from samestep.training.group import Group
+from samestep.training.group import Group, probe
 from samestep.training.progress import show
 from samestep.training.recipe import recipe
 from samestep.training.signals import Signals

@@ -29,9 +29,16 @@ from samestep.shards import Span, cut, cut_pass, parts, tree_sum
 from samestep.training.step import Step, StepAcross
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Backend, Replica, Updater, Vector
+    from samestep.backends.base import Backend, Replica, Shape, Updater, Vector
+    from samestep.data.examples import Arrays, Source
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
+
+
+def probe(backend: Backend, model: Any, loss: Any, examples: Arrays | Source) -> Shape:
+    """What the model does with the first example."""
+    x, y = examples.read(np.arange(1))
+    return backend.probe(model, loss, x, y, f"{examples.name} x")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from samestep.backends.base import Backend
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
 from samestep.checks import whole
 from samestep.data.examples import Arrays, Data
-from samestep.data.feed import Feed, probe
+from samestep.data.feed import Feed
 from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
@@ -25,7 +25,7 @@ from samestep.runs.checkpoint import parse
 from samestep.runs.run import Run
 from samestep.schedules.rates import check_schedule, rate
 from samestep.training.fit import Fit
-from samestep.training.group import Group
+from samestep.training.group import Group, probe
 
 
 @dataclass

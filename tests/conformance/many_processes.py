@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from samestep.errors import ProcessFailed
 from samestep.fingerprint import of_weights
 from samestep.processes.exchange import Across
 from samestep.processes.place import find
+from samestep.runs.checkpoint import path_of
 from samestep.training.group import Group
 
 
@@ -118,12 +120,15 @@ def losing_a_part(self, parts, *rest):
 sum_up = Across.sum
 
 
-def killed_after(steps: int) -> None:
-    """Kill the last process when so many steps have been made."""
+def killed_after(steps: int, run: Path) -> None:
+    """Kill the last process when so many steps have been made, and rank 0 has written their checkpoint."""
     go_on = Group.step
 
     def stepping(self, batch, lr, t):
         if t == steps and self.world.rank == self.world.size - 1:
+            end = time.monotonic() + 60
+            while not path_of(run, steps).exists() and time.monotonic() < end:  # mpiexec ends rank 0 at once, too
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return go_on(self, batch, lr, t)
 
@@ -145,7 +150,7 @@ def main(folder: str, device: str, run: str = "") -> None:
     Across.sum = sum_up
     tell()
     if run:
-        killed_after(STOP + 1)
+        killed_after(STOP + 1, Path(run))
         try:
             fit(MODELS[0], [device], run_dir=run, checkpoint_every=1, timeout=60)
         except ProcessFailed as error:

@@ -3,8 +3,8 @@
     python tests/run.py [--mxnet PYTHON] [--at-once N] [arguments for pytest]
 
 Several processes run at once, half as many as there are cores but at least two; what each one prints comes when it has
-ended. One that hangs is ended, and says where each of its threads was. With arguments for pytest (a file, -k ...), only
-those tests are run, here, in one process.
+ended, and the end of what failed once more at the very end. One that hangs is ended, and says where each of its threads
+was. With arguments for pytest (a file, -k ...), only those tests are run, here, in one process.
 """
 
 from __future__ import annotations
@@ -97,14 +97,16 @@ def main() -> int:
     if rest:
         return subprocess.run([sys.executable, "-m", "pytest", *rest]).returncode
     todo = runs(options.mxnet if options.mxnet and options.mxnet.exists() else None)
-    failed = 0
+    failed: list[str] = []
     with ThreadPoolExecutor(options.at_once) as pool:
         for done in as_completed([pool.submit(run) for run in todo]):
             run, status, output, seconds = done.result()
-            failed += status != 0
-            word = "failed" if status else "passed"
-            print(f"\n$ {run.name}: {word} after {seconds:.0f} s\n{output.rstrip()}", flush=True)
-    print(f"\n{len(todo) - failed} of {len(todo)} test runs passed")
+            title = f"$ {run.name}: {'failed' if status else 'passed'} after {seconds:.0f} s"
+            print(f"\n{title}\n{output.rstrip()}", flush=True)
+            if status:
+                failed.append(title + "\n" + output.rstrip()[-6000:])
+    print(*(f"\nonce more, its end: {end}" for end in failed), sep="\n")
+    print(f"\n{len(todo) - len(failed)} of {len(todo)} test runs passed")
     return 1 if failed else 0
 
 

@@ -95,6 +95,7 @@ class ByMpi(Ranks):
 
     def end(self, besides: Sequence[int] = ()) -> list[Seen]:
         self.processes.wait()
+        self.processes.kill()  # as `launch` does with those that mpiexec, on a busy machine, has not ended in time
         ended = [rank for rank in range(self.processes.count) if rank not in besides]
         process_job.await_(lambda: None not in self.processes.states(), "not all have ended")
         return [self.seen(rank) for rank in ended]

@@ -17,7 +17,7 @@ into    = $(PYTHON) -m venv --without-pip $(1) && \
 .PHONY: train test check bench chaos clean
 
 train: $(VENV)/train.done
-	$(BIN)/samestep train $(ARGS)
+	$(BIN)/samestep train --portable $(ARGS)
 
 test: $(VENV)/test.done $(MXNET)/test.done
 	$(BIN)/python tests/run.py --mxnet $(MXNET)/bin/python $(ARGS)

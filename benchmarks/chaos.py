@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from samestep.runs import checkpoint
-from samestep.runs.run import Run, events
+from samestep.runs.log import events
+from samestep.runs.run import Run
 from samestep.runs.verify import Job, Start, Way
 
 JOB = Job(Path(__file__).parent.parent / "tests" / "chaos" / "job.py")

@@ -33,7 +33,7 @@ import samestep as ss
 from samestep import models
 from samestep.backends import find
 from samestep.runs import checkpoint
-from samestep.runs.run import events
+from samestep.runs.log import events
 
 STEPS, BATCH, EVERY = 100, 256, 5  # weights are compared after every fifth step
 ALLOWED = {"float64": 1e-10, "float32": 1e-4}

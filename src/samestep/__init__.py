@@ -9,10 +9,14 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from samestep import portable
+
 __version__ = "0.1.0"
 
 # TensorFlow reads this when its first tensor is made, usually before samestep's backend is loaded (backends/tensorflow).
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
+if portable.wanted():  # before a framework computes
+    portable.set_up()
 
 __all__ = [  # noqa: F405
     "Data", "Device", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw", "allreduce",

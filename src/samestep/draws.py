@@ -75,3 +75,12 @@ def normal(seed: int, step: int, n: int, dtype: str) -> NDArray[Any]:
     """n draws of N(0, 1) for one step, on the host, so that every replica gets the same."""
     draws = np.random.Generator(_philox(seed, _LANGEVIN, step)).standard_normal(n)
     return draws.astype(dtype)
+
+
+def halves(key: int) -> NDArray[np.int64]:
+    """A key as two numbers of 32 bits, which is how frameworks take a seed.
+
+    >>> halves(3 << 32 | 5)
+    array([3, 5])
+    """
+    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.int64)

@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -24,10 +25,10 @@ import samestep as ss
 from samestep import draws, models
 from samestep.backends.base import Mean
 from samestep.backends.jax import backend as backends_jax
-from samestep.backends.jax import pair as jax_pair
 from samestep.backends.jax import replica as jax_replica
 from samestep.backends.jax.clients import computing
 from samestep.backends.jax.fingerprint import fingerprint
+from samestep.content import Content
 from samestep.data import feed as data
 from samestep.models import jax as models_jax
 from samestep.models.jax import Pair
@@ -60,7 +61,7 @@ def probed(model, x=X, y=Y, loss=None, shards=2):
 
 
 def test_doctests():
-    for module in (jax_pair, models_jax, backends_jax):
+    for module in (models_jax, backends_jax):
         assert doctest.testmod(module).failed == 0
 
 
@@ -582,6 +583,135 @@ def test_signs_that_change_show_in_the_fingerprint():
     assert len({tuple(prints(np.array(numbers, np.float32)).tolist()) for numbers in signs}) == len(signs) == 136
     all_of_them = np.zeros((64, 64), np.float32)
     assert prints(all_of_them).tolist() != prints(-all_of_them).tolist()
+
+
+# The recipe: what it knows of models, settings and flags
+
+
+def told(thing, weights=False):
+    found = Content(backend.content)
+    found.add("model", thing, weights)
+    assert found.unchecked == []
+    return found.told()
+
+
+def test_what_a_model_went_through_is_no_part_of_it():
+    model, used = Graph(nnx.Rngs(0)), Graph(nnx.Rngs(1))
+    used.train()
+    used(jnp.asarray(X[:8]))  # draws noise, and moves the running statistics
+    used.eval()
+    assert told(model) == told(used)
+    assert told(model, True) != told(used, True)
+    module = Dense()
+    variables = module.init(
+        {"params": jax.random.key(3), "dropout": jax.random.key(4)}, jnp.asarray(X[:1]), train=False
+    )
+    assert told(module) == told(module.bind(variables))
+    assert told(line()) == told(Pair(line().apply, {"slope": jnp.ones((4, 3))})) != told(line(4))
+
+
+def test_layers_in_lists_and_dictionaries_have_names():
+    def blocks(rate):
+        return nnx.List([nnx.Dropout(0.5), nnx.Dropout(rate)])
+
+    def seen(one, other):
+        return {name for name, value in told(one).items() if told(other).get(name) != value}
+
+    assert seen(blocks(0.1), blocks(0.2)) == {"model.1"}
+    assert seen(*(nn.Sequential([nn.Dense(2), nn.relu, nn.Dropout(rate)]) for rate in (0.1, 0.2))) == {"model.layers.2"}
+    assert seen(*(nn.Sequential([nn.Dense(2), act]) for act in (nn.relu, nn.gelu))) == {"model"}
+    deep = [
+        nn.Sequential([[nn.Sequential([nn.Dropout(0.5)]), nn.Sequential([nn.Dropout(rate)])]]) for rate in (0.1, 0.2)
+    ]
+    assert seen(*deep) == {"model.layers.0 2"}  # two of one name
+
+
+def test_functions_of_jax_and_optax_are_looked_into():
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * x
+
+    twice.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    for made in (jax.jit(twice), jax.vmap(twice), jax.checkpoint(twice), jax.nn.relu, optax.adam(0.1), jax.random.key(0),
+                 optax.inject_hyperparams(optax.adamw)(0.1), jnp.ones(2, jnp.bfloat16), jax.devices()[0],
+                 optax.chain(optax.clip(1.0), optax.sgd(optax.cosine_decay_schedule(0.1, 9), 0.9))):  # fmt: skip
+        assert told(made, True)
+    assert told(optax.adam(0.1)) != told(optax.adam(0.2))
+    assert told(jnp.ones(2, jnp.bfloat16)) != told(jnp.ones(2, jnp.float16))
+
+
+def test_a_context_reaches_all_threads(monkeypatch):
+    """JAX's contexts hold for the thread that enters them. Shards side by side are computed in others."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3))
+    with jax.threefry_partitionable(False):
+        runs = [fit(models_jax.mlp((784, 32, 10)), devices=k) for k in (1, 3)]
+    assert runs[0].fingerprints == runs[1].fingerprints
+    jax.config.update("jax_threefry_partitionable", False)
+    try:
+        runs.append(fit(models_jax.mlp((784, 32, 10))))
+    finally:
+        jax.config.update("jax_threefry_partitionable", True)
+    assert runs[0].fingerprints == runs[2].fingerprints != fit(models_jax.mlp((784, 32, 10))).fingerprints
+    assert runs[0].recipe == runs[2].recipe
+    assert runs[0].recipe["numerics"]["settings"]["threefry_partitionable"] == "False"
+
+
+def test_what_was_compiled_under_other_settings_is_compiled_anew():
+    """JAX itself would find the program of the first fit again."""
+
+    def optimizations(off):
+        jax.config.update("jax_disable_most_optimizations", off)
+        return fit(models_jax.mlp((784, 32, 10)), optimizer=ss.adam()).fingerprints
+
+    try:
+        first, *rest = [optimizations(off) for off in (False, True, False)]
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert first == rest[1] != rest[0]
+
+
+FLAGS = """
+import os, json
+import jax, numpy as np
+if os.environ.get("EARLY"): jax.numpy.ones(3)
+if os.environ.get("LATE"): os.environ["XLA_FLAGS"] = os.environ["LATE"]
+import samestep as ss
+from samestep.models.jax import mlp
+r = np.random.default_rng(0)
+x, y = r.random((64, 784), dtype=np.float32), r.integers(0, 10, 64)
+portable = True if "PORTABLE" in os.environ else None
+try:
+    run = ss.Trainer(max_epochs=1, batch_size=32, portable=portable, progress=False).fit(mlp((784, 32, 10), 0), (x, y))
+    print(json.dumps([run.fingerprint, run.recipe["portable"], run.recipe["numerics"]]))
+except ss.SamestepError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def flagged(**variables):
+    return json.loads(" ".join(in_a_process(FLAGS, **variables)))
+
+
+def test_flags_of_xla_count_if_they_came_in_time(tmp_path):
+    usual, other, late, quiet = (
+        flagged(XLA_FLAGS=""), flagged(XLA_FLAGS="--xla_cpu_enable_fast_math=true"),
+        flagged(XLA_FLAGS="", EARLY="1", LATE="--xla_cpu_enable_fast_math=true"),
+        flagged(XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_force_host_platform_device_count=2"),
+    )  # fmt: skip
+    assert usual == late == quiet
+    assert usual[2]["xla_flags"] != other[2]["xla_flags"]
+
+
+def test_a_portable_run_needs_its_flags_in_time():
+    for variables in ({"SAMESTEP_PORTABLE": "1"}, {"PORTABLE": "1"}):
+        fingerprint, portable, numerics = flagged(XLA_FLAGS="", **variables)
+        assert fingerprint
+        assert portable is True
+        assert "cpu" not in numerics
+    message = flagged(XLA_FLAGS="", PORTABLE="1", EARLY="1")
+    assert message.startswith(
+        "portable: JAX has already read its XLA_FLAGS. Set SAMESTEP_PORTABLE=1 before Python starts"
+    )
 
 
 def test_processes_of_jax_distributed_are_told_of_mpiexec(monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -26,6 +27,7 @@ from samestep.backends.mxnet import backend as backends_mxnet
 from samestep.backends.mxnet import noise as mxnet_noise
 from samestep.backends.mxnet.blocks import parameters_of
 from samestep.backends.mxnet.flat import Flat
+from samestep.content import Content
 from samestep.models import mxnet as models_mxnet
 
 backend = backends_mxnet.backend
@@ -351,7 +353,7 @@ def test_what_fails_in_the_engine_is_raised(monkeypatch):
     def broken(*_):
         raise ArithmeticError("broken")
 
-    monkeypatch.setattr("samestep.backends.mxnet.replica.Fingerprint", broken)
+    monkeypatch.setattr("samestep.fingerprint.Fingerprint.__call__", broken)
     with pytest.raises(ArithmeticError, match="broken"):
         fit(dense(), x=SMALL, shards=1)
 
@@ -522,9 +524,18 @@ def test_without_samesteps_setting_they_would():
 
 @pytest.mark.parametrize("name", backends_mxnet.ENVIRONMENT)
 def test_settings_that_would_let_the_machine_in(name, monkeypatch):
+    model = dense()  # MXNet reads some when it first computes
     monkeypatch.setenv(name, "7")
     with pytest.raises(ss.SamestepError, match=f"{name}=7 lets the machine into the bits: unset it"):
-        fit(dense(), x=SMALL)
+        fit(model, x=SMALL)
+
+
+@pytest.mark.parametrize("name", sorted(backends_mxnet.LIMITS))
+def test_limits_of_threads(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    fit(dense(), x=SMALL)
+    with pytest.raises(ss.SamestepError, match=f"{name} may keep threads from a shard: unset it"):
+        fit(dense(), x=SMALL, threads_per_shard=2)
 
 
 @pytest.mark.parametrize("name", suite.MODELS)
@@ -756,7 +767,7 @@ def test_killed_and_resumed_on_other_devices(step, optimizer, tmp_path):
 
     with pytest.raises(Interrupted):
         fit(make(), devices=2, loss=Interrupting(), run_dir=tmp_path / "run", **settings)
-    run = fit(make(), devices=4, loss=entropy, run_dir=tmp_path / "run", **settings)
+    run = fit(make(), devices=4, loss=entropy, run_dir=tmp_path / "run", accept="code", **settings)  # of the loss
     assert run.resumed == step
     suite.same(whole, run)
     assert all(run.average[name].tobytes() == a.tobytes() for name, a in whole.average.items())
@@ -887,3 +898,104 @@ def test_the_cpu_under_several_numbers():
     assert fit(3).devices == ["cpu"] * 3
     with pytest.raises(ss.SamestepError, match="device cpu:256 is not there: mxnet sees cpu on this machine"):
         fit(["cpu:256"])
+
+
+# The recipe
+
+PORTABLE = """
+import sys, warnings; warnings.simplefilter("ignore")
+{before}
+import mxnet as mx, numpy as np, samestep as ss
+from samestep.models.mxnet import mlp
+run = ss.Trainer(max_epochs=1, portable=True, progress=False).fit(mlp(), (np.ones((9, 784), "float32"), np.arange(9)))
+print(run.recipe["portable"], "cpu" in run.recipe["numerics"], run.recipe["numerics"]["kernels"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("import samestep as ss; ss.Trainer(portable=True)", "True False Haswell"),
+        ("import os; os.environ['OPENBLAS_CORETYPE'] = 'Prescott'",
+         "kernels for Prescott when MXNet was imported. Import samestep before mxnet. Set SAMESTEP_PORTABLE=1"),
+    ],
+    ids=["in time", "too late for OpenBLAS"],
+)  # fmt: skip
+def test_portable_runs_must_begin_in_time(before, expected):
+    code = PORTABLE.format(before=before)
+    free = {
+        name: value for name, value in os.environ.items() if not name.startswith(("OPENBLAS", "DNNL", "SAMESTEP_P"))
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=free, capture_output=True, text=True)
+    assert re.search(expected, done.stdout or done.stderr.splitlines()[-1]), done.stderr
+
+
+class Unscoped(gluon.Block):
+    """A parameter that is no attribute, in a block that is made outside of the model's name scope."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Dense(10, in_units=12)
+        self.inner.params.get("scale", shape=(1,), init="ones")
+
+    def forward(self, x):
+        scale = next(p for name, p in self.inner.params.items() if name.endswith("scale"))
+        return self.inner(x) * scale.data(x.context)
+
+
+def test_names_and_recipes_do_not_count_what_the_process_has_made(tmp_path):
+    make = seeded(Unscoped)
+    runs = [fit(make(), x=SMALL, max_epochs=epochs, run_dir=tmp_path) for epochs in (1, 2)]
+    assert list(runs[0].weights()) == ["inner.weight", "inner.bias", "inner.scale"]
+    assert runs[1].resumed == 3
+    assert runs[0].recipe["code"] == runs[1].recipe["code"]
+
+
+def parts(thing):
+    found = Content(backend.content)
+    found.add("it", thing, weights=False)
+    assert not found.unchecked
+    return found.told()
+
+
+def graph(n):
+    x = mx.sym.var("x", dtype="float32")
+    return gluon.SymbolBlock(mx.sym.FullyConnected(x, num_hidden=n), x)
+
+
+LAYERS = {
+    "convolutions": lambda: nn.Conv2D(3, 3, activation="relu"),
+    "transposed": lambda: nn.Conv2DTranspose(3, 3),
+    "pools": lambda: nn.GlobalAvgPool2D(),
+    "norms": lambda: nn.LayerNorm(in_channels=4),
+    "functions": lambda: nn.HybridLambda("tanh"),
+    "lambdas": lambda: nn.Lambda(lambda x: x * 2),
+    "recurrences": lambda: gluon.rnn.LSTM(3, 2, dropout=0.1),
+    "cells": lambda: gluon.rnn.ResidualCell(gluon.rnn.GRUCell(3)),
+    "losses": lambda: gluon.loss.CTCLoss(),
+    "zoo": lambda: gluon.model_zoo.vision.get_model("squeezenet1.0"),
+    "optimizers": lambda: mx.optimizer.Adam(lr_scheduler=mx.lr_scheduler.CosineScheduler(5)),
+    "initializers": mx.init.Xavier,
+    "graphs": lambda: graph(3),
+    "arrays": lambda: [nd.ones(3), mx.np.ones(3), nd.ones((2, 2)).tostype("csr"), mx.cpu(2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_made_again_has_the_same_content(name):
+    assert parts(LAYERS[name]()) == parts(LAYERS[name]())
+
+
+def test_what_a_forward_pass_leaves_does_not_count():
+    fresh, used = dense(), made(dense())
+    made(fresh)
+    used.hybridize()
+    fresh.hybridize()
+    for _ in range(2):
+        made(used)
+    assert parts(used) == parts(made(fresh))
+    assert parts(used) != parts(made(dense()))  # compiled, a block may have other bits
+
+
+def test_graphs_differ_by_what_they_compute():
+    assert parts(graph(3)) != parts(graph(4))

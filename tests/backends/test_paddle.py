@@ -27,8 +27,11 @@ import samestep as ss
 from samestep import draws, models
 from samestep.backends.noise import ALONE, APART, FREE
 from samestep.backends.paddle.backend import backend
+from samestep.backends.paddle.exact import REFUSED, check_optimizer, exact
 from samestep.backends.paddle.flat import Flat, numpy_view
 from samestep.backends.paddle.noise import GENERATOR, PaddleNoise, state
+from samestep.content import Content
+from samestep.errors import Invalid
 from samestep.fingerprint import of_vectors
 from samestep.models import paddle as models_paddle
 
@@ -660,7 +663,8 @@ def test_killed_and_resumed_on_other_devices(step, optimizer, tmp_path):
             **settings,
         )
     model = dense(nn.BatchNorm1D(6), nn.Dropout(0.5))
-    run = fit(model, devices=4, loss=F.cross_entropy, run_dir=tmp_path / "run", **settings)
+    # the loss without the interruption is other code
+    run = fit(model, devices=4, loss=F.cross_entropy, run_dir=tmp_path / "run", accept="code", **settings)
     assert run.resumed == step
     suite.same(whole, run)
     assert all(run.average[name].tobytes() == array.tobytes() for name, array in whole.average.items())
@@ -847,3 +851,115 @@ def test_a_shards_threads_are_those_asked_for_and_the_cores_have_no_say():
 
 def test_the_generator_is_paddles():
     assert GENERATOR.initial_seed() == paddle.framework.core.default_cpu_generator().initial_seed()
+
+
+# Numerics: settings that are pinned or refused, and portable runs
+
+PORTABLE = """
+import warnings
+warnings.simplefilter("ignore")
+{first}
+import numpy as np, paddle, samestep as ss
+from paddle import nn
+{then}
+random = np.random.default_rng(0)
+x, y = random.random((24, 12), dtype=np.float32), random.integers(0, 10, 24)
+paddle.seed(0)
+model = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1D(16), nn.ReLU(), nn.Linear(16, 10))
+trainer = ss.Trainer(max_epochs=1, batch_size=12, shards=2, devices=1, progress=False, portable=True, optimizer=ss.adam())
+try:
+    recipe = trainer.fit(model, (x, y)).recipe
+    print(recipe["portable"], recipe["numerics"]["mkl_branch"], "cpu" in recipe["numerics"], recipe["unchecked"])
+except ss.SamestepError as error:
+    print(error)
+"""
+IN_TIME = 'import os; os.environ["SAMESTEP_PORTABLE"] = "1"'
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (IN_TIME, "paddle.ones([8, 8]) @ paddle.ones([8, 8])", "True 3 False []"),
+        ("", "", "True 3 False []"),  # nothing was computed before
+        ("", "paddle.ones([8, 8]) @ paddle.ones([8, 8])", "SAMESTEP_PORTABLE=1 before Python starts"),
+    ],
+)
+def test_a_portable_run_needs_its_variables_before_paddle_computes(first, then, said):
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP_PORT", "MKL_", "ONEDNN_"))
+    }
+    code = PORTABLE.format(first=first, then=then)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert said in done.stdout
+
+
+def test_square_roots_of_a_portable_run_are_exact_and_afterwards_as_before():
+    x, before = tensor(X.ravel() + 0.1), paddle._C_ops.sqrt
+    with exact():
+        assert paddle.sqrt(x).numpy().tobytes() == np.sqrt(x.numpy()).tobytes()
+        assert x.sqrt().dtype == paddle.float32
+        out = paddle.zeros_like(x)
+        paddle.sqrt(x=x, out=out)
+        assert out.numpy().tobytes() == np.sqrt(x.numpy()).tobytes()
+    assert paddle._C_ops.sqrt is before
+    assert paddle.nn.functional.common.sqrt is before
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_a_portable_run_agrees_with_paddles_own(training):
+    def computed():
+        layer = nn.BatchNorm2D(3)
+        layer.train() if training else layer.eval()
+        x = tensor(X[:12].reshape(4, 3, 28, 28).copy())
+        x.stop_gradient = False
+        (layer(x) ** 3).sum().backward()
+        return [t.numpy() for t in (x.grad, layer.weight.grad, layer._mean, layer._variance)]
+
+    ours, theirs = computed(), computed()
+    with exact():
+        ours = computed()
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == their.dtype
+        np.testing.assert_allclose(our, their, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_optimizer_that_is_not_portable_is_refused_and_says_what_to_use(kind):
+    made = getattr(paddle.optimizer, kind)(learning_rate=0.1, parameters=dense().parameters())
+    with pytest.raises(Invalid, match=rf"portable: Paddle's {kind} has other bits .* ss.adam"):
+        check_optimizer(made, portable=True)
+    check_optimizer(paddle.optimizer.Momentum(parameters=dense().parameters()), portable=True)
+    check_optimizer(made, portable=False)
+
+
+def test_a_fit_inside_no_grad_is_the_same():
+    with paddle.no_grad():
+        inside = fit(dense(), x=SMALL, shards=1)
+    suite.same(inside, fit(dense(), x=SMALL, shards=1))
+
+
+def test_the_recipe_knows_neither_counters_nor_what_a_forward_pass_leaves():
+    def model():
+        paddle.seed(0)
+        layer = nn.LSTM(3, 4, num_layers=2, dropout=0.2)
+        normed = nn.utils.weight_norm(nn.Linear(4, 4))
+        normed.register_forward_pre_hook(layer_of_user)
+        return nn.Sequential(nn.BatchNorm1D(4), normed, nn.utils.spectral_norm(nn.Linear(4, 4)), layer)
+
+    def parts(model):
+        found = Content(backend.content)
+        found.add("model", model, weights=False)
+        assert not found.unchecked
+        return found.parts
+
+    first, second = model(), model()
+    assert parts(first) == parts(second)
+    for layer, width in zip(first, (4, 4, 4, None), strict=True):
+        layer(paddle.rand([2, width] if width else [2, 3, 3]))
+    after = parts(first)
+    assert [name for name in after if after[name] != parts(second)[name]] == ["model.0"]  # Paddle notes NCHW for NCL
+    assert parts(paddle.jit.to_static(model())) == parts(second)
+
+
+def layer_of_user(layer, inputs):
+    return None

@@ -17,7 +17,9 @@ import tensorflow as tf
 
 import samestep as ss
 from samestep import draws, fingerprint, models
-from samestep.backends.tensorflow import adapters, graph, program, replica, updater
+from samestep import portable as switch
+from samestep.backends import eigen, names, symbols
+from samestep.backends.tensorflow import adapters, graph, numerics, program, replica, updater
 from samestep.backends.tensorflow import backend as backend_module
 from samestep.models import tensorflow as models_tensorflow
 from samestep.training.group import Group
@@ -51,7 +53,7 @@ def line(n=10):
 
 
 def test_doctests():
-    for module in (models_tensorflow, backend_module, adapters, graph, program, replica, updater):
+    for module in (models_tensorflow, backend_module, adapters, graph, names, program, replica, updater):
         assert doctest.testmod(module).failed == 0
 
 
@@ -288,6 +290,161 @@ def test_running_statistics_are_the_mean_over_examples():
     weights = fit(Module(), max_epochs=1, batch_size=90, shards=7).weights()
     np.testing.assert_allclose(weights["mean"], X.mean(), rtol=1e-5)
     assert weights["calls"] == 1
+
+
+# The recipe
+
+
+@keras.saving.register_keras_serializable()
+class Scale(L.Layer):
+    """Weights without names, which Keras calls variable_7 and so on."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.shift = self.add_weight(shape=(shape[-1],), initializer="zeros")
+
+    def call(self, x):
+        return x * self.factor + self.shift
+
+
+def unnamed():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([L.Flatten(), Scale(), keras.Sequential([L.Dense(8), Scale(), L.Dense(10)])])
+
+
+def after_a_class():
+    """Weights that the class itself makes, before its layers have any."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            keras.utils.set_random_seed(0)
+            self.first, self.inner = self.add_weight(shape=(784,), initializer="ones"), unnamed()
+            self.last = keras.Variable(np.ones(10, np.float32))
+
+        def call(self, x):
+            return self.inner(keras.ops.reshape(x, (-1, 784)) * self.first) * self.last
+
+    return Model()
+
+
+def recurrent():
+    """Layers that are named after others."""
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([L.Reshape((28, 28)), L.Bidirectional(L.LSTM(4)), L.Dense(10)])
+
+
+def transferred():
+    """A layer whose weights were made in another model."""
+    keras.utils.set_random_seed(0)
+    other = keras.Sequential([keras.Input((1, 28, 28)), L.Flatten(), L.Dense(8), L.Dense(3)])
+    return keras.Model(other.inputs[0], L.Dense(10)(other.layers[1].output))
+
+
+AGAIN = {
+    unnamed: ["scale/variable", "scale/variable_2", "sequential/scale/variable_5", "sequential/dense_1/bias"],
+    after_a_class: ["variable", "variable_1", "sequential/scale/variable_4", "sequential/sequential/dense/bias"],
+    recurrent: ["bidirectional/forward_lstm/lstm_cell/bias", "bidirectional/backward_lstm/lstm_cell/kernel"],
+    transferred: ["sequential/dense/kernel", "dense/bias"],
+    functional: ["mine/kernel", "dense/kernel"],
+    Own: ["block_1/dense/kernel"],
+}
+
+
+@pytest.mark.parametrize("make", AGAIN)
+def test_a_model_made_again_goes_on_where_the_first_one_stopped(make, tmp_path):
+    """Whatever else was made in the process: names, recipe and fingerprint depend on the model alone."""
+    first = fit(make(), run_dir=tmp_path, max_epochs=1)
+    unnamed()(X[:3])
+    made = make()
+    made(X[:2])
+    made.compile("adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    made.evaluate(X[:2], Y[:2], verbose=0)
+    second = fit(made, max_epochs=1)
+    assert second.recipe == first.recipe
+    assert second.recipe["unchecked"] == []
+    assert second.fingerprint == first.fingerprint
+    assert set(AGAIN[make]) <= set(second.weights())
+    resumed = fit(make(), run_dir=tmp_path)
+    assert resumed.resumed == 3
+    assert resumed.fingerprints == fit(make()).fingerprints
+    trained = {array.tobytes() for array in resumed.weights().values()}
+    assert {weight.numpy().tobytes() for weight in resumed.model.weights} == trained
+
+
+PORTABLE = """
+import ctypes
+import numpy as np, samestep as ss, keras, tensorflow as tf
+BEFORE
+from samestep.backends import eigen
+from samestep.backends.tensorflow import numerics
+from samestep.models.tensorflow import lenet
+r = np.random.default_rng(0)
+x, y = r.random((96, 1, 28, 28), dtype=np.float32), r.integers(0, 10, 96)
+for portable in (True, None):
+    run = ss.Trainer(max_epochs=1, batch_size=48, devices=1, progress=False, portable=portable).fit(lenet(), (x, y))
+    print(run.recipe["portable"], "cpu" in run.recipe["numerics"], run.recipe["numerics"]["caches"], run.fingerprint)
+
+sizes = (ctypes.c_long * 3).from_address(eigen.address(numerics.KERNELS, "_Z" + eigen.SIZES))
+for new in ([48 << 10, 2 << 20, 96 << 20], [8 << 10, 32 << 10, 1 << 20], eigen.EVERYWHERE):
+    product = tf.linalg.matmul(x.reshape(96, 784), np.resize(x, (784, 64))).numpy()
+    print(list(sizes), product.sum(), hash(product.tobytes()))
+    sizes[:] = new
+
+class Operation(tf.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.scale, self.function = tf.Variable(np.ones((784, 10), np.float32) / 784), function
+
+    def __call__(self, x):
+        return self.function(tf.reshape(x, (-1, 784)) @ self.scale + 0.5)
+
+def outputs(function):
+    from samestep.backends.tensorflow.backend import backend
+    replica = backend.replica(Operation(function), lambda output, y: output, ss.cpu(), 1)
+    return replica.evaluate(x, y, 0)[0]
+
+for ours, same in ((tf.math.rsqrt, lambda x: 1 / tf.sqrt(x)), (tf.math.reciprocal, lambda x: 1 / x),
+                   (tf.math.erfc, lambda x: 1 - tf.math.erf(x)), (tf.nn.softmax, lambda x: tf.exp(tf.nn.log_softmax(x)))):
+    print(outputs(ours) == outputs(same))
+outputs(tf.atan)
+"""
+
+
+def portable(before="", **variables):
+    env = {name: value for name, value in os.environ.items() if name not in switch.ENVIRONMENT["tensorflow"]}
+    code = PORTABLE.replace("BEFORE", before)
+    return subprocess.run([sys.executable, "-c", code], env=env | variables, capture_output=True, text=True)
+
+
+def test_a_portable_run():
+    """In a process of its own, with the variables set in time. Eigen's sums follow the sizes of caches, which are set, too."""
+    done = portable(SAMESTEP_PORTABLE="1")
+    first, second, usual, *others = done.stdout.splitlines()
+    assert first.startswith("True False fixed ")
+    assert first == second
+    assert usual.startswith("[32768, 1048576, 33554432] ")
+    assert len({line.split()[-1] for line in (usual, *others[:2])}) > 1
+    # operations that begin with an estimate of the CPU's are replaced, or named
+    assert others[2:] == ["True"] * 4
+    assert "portable: Atan, as used here, gives other bits on other CPUs" in done.stderr
+
+
+def test_a_portable_run_that_comes_too_late():
+    done = portable("keras.ops.matmul(np.ones((9, 9)), np.ones((9, 9)))", TF_ENABLE_ONEDNN_OPTS="1")
+    assert (
+        "portable: TensorFlow has already chosen its kernels by the CPU. Set SAMESTEP_PORTABLE=1 before" in done.stderr
+    )
+
+
+def test_a_build_that_hides_its_caches_cannot_be_portable(monkeypatch):
+    assert symbols.function(numerics.FRAMEWORK, "no_such_function") is None
+    assert symbols.function(numerics.FRAMEWORK / "not there", eigen.QUERY) is None
+    monkeypatch.setattr(eigen, "SIZES", "no_such_name")
+    with pytest.raises(ss.SamestepError, match="portable: X sums in an order that depends on the CPU's caches"):
+        eigen.fix_caches(numerics.KERNELS, "X")
+    assert not eigen.has_fixed(numerics.KERNELS)
 
 
 def test_average():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +19,7 @@ from torch import nn
 
 import samestep as ss
 from samestep import draws
+from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import swa
 from samestep.schedules.kinds import cosine
@@ -107,7 +113,7 @@ def test_an_optimizer_made_from_the_model_gives_the_weights_of_a_plain_loop_and_
     suite.same(run, trainer(optimizer=optimizer).fit(model, numbers()))  # a second fit starts anew
     factory = trainer(optimizer=FACTORIES[name]).fit(net(), numbers())
     suite.same(run, factory)  # a factory comes to the same
-    assert run.recipe == factory.recipe
+    assert {**run.recipe, "code": 0} == {**factory.recipe, "code": 0}  # a function is code
     agree(run, loop(model, optimizer))  # last: the plain loop trains the model itself
 
 
@@ -352,3 +358,109 @@ def test_a_function_of_samesteps_that_was_not_called():
         WrongType, match=r"^optimizer must be one of samestep's, such as samestep.sgd\(\), .*<function sgd"
     ):
         trainer(optimizer=ss.sgd)
+
+
+# Numerics
+
+
+LATE = """
+import torch
+product = torch.ones(300, 300) @ torch.ones(300, 300)  # MKL and ATen have chosen their kernels
+import numpy as np, samestep as ss
+trainer = ss.Trainer(1, 4, shards=2, devices=1, progress=False, portable={portable})
+print(trainer.fit(torch.nn.Linear(3, 4), (np.zeros((4, 3), np.float32), np.arange(4))).recipe["portable"])
+"""
+
+
+def of_late(portable: Any, **environ: str) -> subprocess.CompletedProcess[str]:
+    usual = {name: value for name, value in os.environ.items() if name not in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
+    return subprocess.run(
+        [sys.executable, "-c", LATE.format(portable=portable)], env=usual | environ, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(("portable", "environ"), [(True, {}), (None, {"SAMESTEP_PORTABLE": "1"})])
+def test_portable_too_late(portable: Any, environ: dict[str, str]) -> None:
+    done = of_late(portable, **environ)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("samestep.errors.Invalid: portable: ")
+    assert "Set SAMESTEP_PORTABLE=1 before Python starts" in last
+    assert "samestep train --portable my.py" in last
+
+
+def test_portable_in_time_or_not_asked_for() -> None:
+    assert of_late(None).stdout == "False\n"
+    set_before = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+    assert of_late(True, **set_before).stdout == "True\n"
+
+
+def test_roots_of_portable_runs_are_exact_and_only_there() -> None:
+    from samestep.backends.torch import kernels
+
+    x = torch.rand(5000, generator=torch.Generator().manual_seed(0))
+    exact = np.sqrt(x.numpy())
+    ways = {
+        "sqrt": torch.sqrt, "in place": lambda x: x.clone().sqrt_(), "power": lambda x: x**0.5,
+        "power in place": lambda x: x.clone().pow_(0.5), "out": lambda x: torch.sqrt(x, out=torch.empty(0)),
+        "foreach": lambda x: torch._foreach_sqrt([x])[0], "double": lambda x: x.double().sqrt().float(),
+        "strided": lambda x: torch.stack([x, x], 1)[:, 0].sqrt(), "one": lambda x: torch.stack([v.sqrt() for v in x[:9]]),
+    }  # fmt: skip
+    before = torch.sqrt(x)
+    with kernels.of_every_cpu():
+        for name, way in ways.items():
+            got = way(x).numpy()
+            assert got.tobytes() == exact[: len(got)].tobytes(), name
+        y = x[:5].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(y.sqrt().sum(), y)
+        assert torch.equal(gradient, 1 / (2 * y.detach().sqrt()))
+        assert torch.isnan(torch.sqrt(torch.tensor([-1.0]))).all()
+        assert torch.equal(torch.tensor([2.0, 3.0]) ** 2, torch.tensor([4.0, 9.0]))
+        assert torch.sqrt(torch.tensor([4, 9])).tolist() == [2.0, 3.0]
+        assert torch.sqrt(torch.tensor([4.0], dtype=torch.bfloat16)).tolist() == [2.0]
+    assert torch.equal(torch.sqrt(x), before)
+
+
+def test_products_of_portable_runs_are_those_of_onednn_and_only_there() -> None:
+    from samestep.backends.torch import kernels
+
+    torch.manual_seed(0)
+    a, b, bias = torch.randn(37, 700), torch.randn(700, 41), torch.randn(41)
+    by_onednn = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    usual = torch.addmm(bias, a, b)
+    assert not torch.equal(usual, by_onednn)  # or nothing could be told from what follows
+    with kernels.of_every_cpu():
+        assert torch.equal(torch.addmm(bias, a, b), by_onednn)
+        assert torch.equal(F.linear(a, b.t(), bias), by_onednn)
+        for x in (a, a.t().contiguous().t(), torch.stack([a, a], 2)[:, :, 0], torch.cat([a, a], 1)[:, :700]):
+            torch.testing.assert_close((x @ b).double(), a.double() @ b.double(), rtol=0, atol=1e-3)
+        one = torch.ones(()).expand(37, 41)  # such is the gradient of a sum
+        torch.testing.assert_close(a.t() @ one, a.sum(0)[:, None].expand(700, 41), rtol=0, atol=1e-3)
+        # What is not oneDNN's is as it was: other types, scales and shapes, nothing at all, errors.
+        assert (torch.ones(2, 0) @ torch.ones(0, 3)).tolist() == [[0.0] * 3] * 2
+        assert (torch.ones(0, 2) @ torch.ones(2, 3)).shape == (0, 3)
+        assert torch.addmm(torch.ones(1), torch.ones(1, 2), torch.ones(2, 1), beta=3, alpha=2).tolist() == [[7.0]]
+        assert (torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2, dtype=torch.float64)).tolist() == [
+            [2.0] * 2
+        ] * 2
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+    assert torch.equal(torch.addmm(bias, a, b), usual)
+
+
+def test_a_compiled_model_is_not_portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from samestep.backends.torch.backend import backend
+
+    monkeypatch.setattr(backend, "portable", True)
+    model = nn.Sequential(nn.Linear(3, 4))
+    backend.replica(model, None, Device("cpu", 0), 2)
+    with warnings.catch_warnings(action="ignore"):
+        compiled = nn.Sequential(torch.compile(model))
+    with pytest.raises(Invalid, match="torch.compile writes kernels for this CPU"):
+        backend.replica(compiled, None, Device("cpu", 0), 2)
+
+
+def test_autocast_around_a_fit_is_refused() -> None:
+    with torch.autocast("cpu"), pytest.raises(Invalid, match="autocast around a fit.*use it in the model's forward"):
+        ss.Trainer(1, 4, shards=2, devices="cpu", progress=False).fit(
+            torch.nn.Linear(3, 4), (np.zeros((4, 3), np.float32), np.arange(4))
+        )

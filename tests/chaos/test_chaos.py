@@ -78,7 +78,7 @@ import numpy as np
 from samestep.runs import checkpoint
 from samestep.fingerprint import of_weights
 from samestep.runs.folder import RunFolder
-from samestep.runs.run import chain, events
+from samestep.runs.log import chain, events
 from samestep.runs.run import Run
 
 os.fsync = lambda file: None  # what was written is there after a kill, if not after a loss of power

@@ -1,9 +1,13 @@
 """The models of the conformance suite in JAX, small enough for many fits."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 from samestep.backends.jax.replica import JaxReplica as Replica  # noqa: F401
 from samestep.models import jax as models
@@ -25,7 +29,7 @@ def resnet_with_batch_norm():
     return models.resnet18(width=4)
 
 
-def small(w, state, x, key, train):
+def convolution(w, state, x, key, train):
     """Convolution, batch norm, dropout and a dense layer."""
     x = jax.lax.conv_general_dilated(x, w["filters"], (4, 4), "VALID")
     here = {"mean": x.mean((0, 2, 3)), "variance": x.var((0, 2, 3))}
@@ -40,7 +44,7 @@ def small(w, state, x, key, train):
 def small_with_batch_norm():
     draw = np.random.default_rng(0).standard_normal
     weights = {"filters": draw((4, 1, 5, 5), np.float32) / 5, "dense": draw((144, 10), np.float32) / 12}
-    return models.Pair(small, weights, {"mean": jnp.zeros(4), "variance": jnp.ones(4)})
+    return models.Pair(convolution, weights, {"mean": jnp.zeros(4), "variance": jnp.ones(4)})
 
 
 class Words(nn.Module):
@@ -53,3 +57,123 @@ class Words(nn.Module):
 
 def embedding():
     return Words()
+
+
+# What the recipe must see (test_recipe.py)
+
+
+class Small(nnx.Module):
+    """A model whose settings and activation can be chosen."""
+
+    def __init__(self, rate=0.5, momentum=0.9, frozen=False):
+        rngs = nnx.Rngs(0)
+        self.first, self.norm = nnx.Linear(784, 8, rngs=rngs), nnx.BatchNorm(8, momentum=momentum, rngs=rngs)
+        self.drop, self.last = nnx.Dropout(rate, rngs=rngs), nnx.Linear(8, 10, rngs=rngs)
+        if frozen:
+            self.first.kernel = Frozen(self.first.kernel.get_value())
+
+    def __call__(self, x):
+        return self.last(self.drop(nnx.relu(self.norm(self.first(x.reshape(len(x), -1))))))
+
+
+class Frozen(nnx.Variable):
+    """What is no nnx.Param is not trained."""
+
+
+def tanh_instead():
+    class Small(globals()["Small"]):
+        def __call__(self, x):
+            return self.last(self.drop(jnp.tanh(self.norm(self.first(x.reshape(len(x), -1))))))
+
+    return Small()
+
+
+def relu_as_before():
+    class Small(globals()["Small"]):
+        def __call__(self, x):
+            return self.last(self.drop(nnx.relu(self.norm(self.first(x.reshape(len(x), -1))))))
+
+    return Small()
+
+
+def small(**settings):
+    return Small(**settings)
+
+
+class Fields(nn.Module):
+    """The other kind of flax: a layer that is a field, and a setting."""
+
+    drop: nn.Module
+    factor: float = 1.0
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(10)(self.drop(x.reshape(len(x), -1) * self.factor, deterministic=not train))
+
+
+def pair(factor):
+    return models.Pair(lambda w, x: x.reshape(len(x), -1) @ w * factor, jnp.zeros((784, 10)))
+
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
+def losses(weight):
+    return lambda output, y: weight * cross_entropy(output, y)
+
+
+def weighted(output, y, weights):
+    return weights[y] * cross_entropy(output, y)
+
+
+def changes():
+    """What is changed between a stop and a resume → before, after, and the part that must be named."""
+    rising, smooth = functools.partial(weighted, weights=jnp.arange(10.0)), optax.smooth_labels
+    smoothed = functools.partial(
+        lambda o, y, alpha: optax.softmax_cross_entropy(o, smooth(jax.nn.one_hot(y, 10), alpha))
+    )
+    return {
+        "the body of a loss": ({"loss": lambda o, y: cross_entropy(o, y)}, {"loss": lambda o, y: cross_entropy(o, y) * 2},
+                               "<lambda>()"),
+        "what a loss closes over": ({"loss": losses(1.0)}, {"loss": losses(2.0)}, "<lambda>()"),
+        "a setting of a loss": ({"loss": functools.partial(smoothed, alpha=0.0)},
+                                {"loss": functools.partial(smoothed, alpha=0.1)}, "loss"),
+        "class weights": ({"loss": functools.partial(weighted, weights=jnp.ones(10))}, {"loss": rising}, "loss"),
+        "an activation": ({"model": relu_as_before}, {"model": tanh_instead}, "Small.__call__()"),
+        "a dropout rate": ({}, {"model": lambda: small(rate=0.2)}, "model.drop"),
+        "the momentum of batch norm": ({}, {"model": lambda: small(momentum=0.7)}, "model.norm"),
+        "a frozen layer": ({}, {"model": lambda: small(frozen=True)}, "model.first"),
+        "a layer of a linen module": ({"model": lambda: Fields(nn.Dropout(0.5))}, {"model": lambda: Fields(nn.Dropout(0.2))},
+                                      "model.drop"),
+        "a field of a linen module": ({"model": lambda: Fields(nn.Dropout(0.5))},
+                                      {"model": lambda: Fields(nn.Dropout(0.5), 2.0)}, "model"),
+        "what a Pair closes over": ({"model": lambda: pair(1.0)}, {"model": lambda: pair(2.0)}, "<lambda>()"),
+        "the formula of a schedule": ({"schedule": lambda t: 0.1}, {"schedule": lambda t: 0.1 + t}, "<lambda>()"),
+        "how an optimizer is made": ({"optimizer": lambda lr: optax.sgd(lr)},
+                                     {"optimizer": lambda lr: optax.sgd(learning_rate=lr)}, "<lambda>()"),
+        "a scheduler": ({"schedule": lambda: optax.cosine_decay_schedule(0.1, 5)},
+                        {"schedule": lambda: optax.cosine_decay_schedule(0.1, 6)}, "schedule"),
+    }  # fmt: skip
+
+
+def settings():
+    """Settings of the framework that change numbers: how to set each, and how to put it back."""
+
+    def setting(name, value):
+        before = jax.config.values[name]
+        return lambda: jax.config.update(name, value), lambda: jax.config.update(name, before)
+
+    def context(made):
+        return made.__enter__, lambda: made.__exit__(None, None, None)
+
+    return {
+        "matmul precision": setting("jax_default_matmul_precision", "bfloat16"),
+        "64 bits": setting("jax_enable_x64", True),
+        "generator": setting("jax_default_prng_impl", "rbg"),
+        "threefry": setting("jax_threefry_partitionable", False),
+        "seed offset": setting("jax_random_seed_offset", 7),
+        "no jit": setting("jax_disable_jit", True),
+        "no optimizations": setting("jax_disable_most_optimizations", True),
+        "matmul precision, as a context": context(jax.default_matmul_precision("bfloat16")),
+        "threefry, as a context": context(jax.threefry_partitionable(False)),
+    }

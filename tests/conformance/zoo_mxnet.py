@@ -1,11 +1,13 @@
 """The models of the conformance suite in MXNet, small enough for many fits."""
 
+import os
 import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # MXNet uses names that NumPy has deprecated
     import mxnet as mx
 
+from mxnet import gluon, nd
 from mxnet.gluon import HybridBlock, nn
 
 from samestep.backends.mxnet.replica import MxnetReplica as Replica  # noqa: F401
@@ -44,3 +46,99 @@ def embedding():
     model = Words()
     model.initialize()
     return model
+
+
+# What the recipe must see (test_recipe.py)
+
+
+class Small(HybridBlock):
+    """A model whose settings and activation can be chosen."""
+
+    def __init__(self, rate=0.5, momentum=0.9, frozen=False):
+        super().__init__()
+        mx.random.seed(0)
+        self.first, self.norm = nn.Dense(8, in_units=784), nn.BatchNorm(momentum=momentum, in_channels=8)
+        self.drop, self.last = nn.Dropout(rate), nn.Dense(10, in_units=8)
+        self.initialize(mx.init.Xavier())
+        if frozen:
+            self.first.collect_params().setattr("grad_req", "null")
+
+    def hybrid_forward(self, F, x):
+        return self.last(self.drop(F.relu(self.norm(self.first(x)))))
+
+
+def tanh_instead():
+    class Small(globals()["Small"]):
+        def hybrid_forward(self, F, x):
+            return self.last(self.drop(F.tanh(self.norm(self.first(x)))))
+
+    return Small()
+
+
+def relu_as_before():
+    class Small(globals()["Small"]):
+        def hybrid_forward(self, F, x):
+            return self.last(self.drop(F.relu(self.norm(self.first(x)))))
+
+    return Small()
+
+
+def small(**settings):
+    return Small(**settings)
+
+
+def losses(weight):
+    entropy = gluon.loss.SoftmaxCrossEntropyLoss()
+    return lambda output, y: weight * entropy(output, y)
+
+
+class Weighted(gluon.loss.SoftmaxCrossEntropyLoss):
+    """With a weight for every class."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = weights
+
+    def hybrid_forward(self, F, output, y):
+        return super().hybrid_forward(F, output, y, F.take(self.weights.as_in_context(y.context), y).expand_dims(1))
+
+
+def hooked(factor):
+    model = Small()
+    model.last.register_forward_hook(lambda block, inputs, output: print("", end="" * factor))
+    return model
+
+
+def changes():
+    """What is changed between a stop and a resume → before, after, and the part that must be named."""
+    entropy, step, sgd = gluon.loss.SoftmaxCrossEntropyLoss, mx.lr_scheduler.FactorScheduler, mx.optimizer.SGD
+    return {
+        "the body of a loss": ({"loss": lambda o, y: entropy()(o, y)},
+                               {"loss": lambda o, y: entropy()(o, y) * 2}, "<lambda>()"),
+        "what a loss closes over": ({"loss": losses(1.0)}, {"loss": losses(2.0)}, "<lambda>()"),
+        "a setting of a loss": ({"loss": entropy()}, {"loss": entropy(from_logits=True)}, "loss"),
+        "class weights": ({"loss": Weighted(nd.ones(10))}, {"loss": Weighted(nd.arange(10))}, "loss"),
+        "an activation": ({"model": relu_as_before}, {"model": tanh_instead}, "Small.hybrid_forward()"),
+        "a dropout rate": ({}, {"model": lambda: small(rate=0.2)}, "model.drop"),
+        "the momentum of batch norm": ({}, {"model": lambda: small(momentum=0.7)}, "model.norm"),
+        "a frozen layer": ({}, {"model": lambda: small(frozen=True)}, "model.first"),
+        "a hook": ({"model": lambda: hooked(1)}, {"model": lambda: hooked(2)}, "<lambda>()"),
+        "the formula of a schedule": ({"schedule": lambda t: 0.1}, {"schedule": lambda t: 0.1 + t}, "<lambda>()"),
+        "how an optimizer is made": ({"optimizer": lambda: sgd(learning_rate=0.1)},
+                                     {"optimizer": lambda: sgd(0.0, learning_rate=0.1)}, "<lambda>()"),
+        "a scheduler": ({"schedule": lambda: step(5, 0.5)}, {"schedule": lambda: step(6, 0.5)}, "schedule"),
+    }  # fmt: skip
+
+
+def settings():
+    """Settings of the framework that change numbers: how to set each, and how to put it back."""
+
+    def variable(name, value):
+        return lambda: os.environ.update({name: value}), lambda: os.environ.pop(name)
+
+    return {
+        "np_shape": (lambda: mx.util.set_np_shape(True), lambda: mx.util.set_np_shape(False)),
+        "safe accumulation": variable("MXNET_SAFE_ACCUMULATION", "1"),
+        "sums of gradients": variable("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", "1"),
+        "size of bulks": (lambda: mx.engine.set_bulk_size(1), lambda: mx.engine.set_bulk_size(15)),
+    }

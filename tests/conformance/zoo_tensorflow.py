@@ -1,6 +1,8 @@
 """The models of the conformance suite in TensorFlow, small enough for many fits."""
 
 import keras
+import tensorflow as tf
+from tensorflow.python.framework import config
 
 from samestep.backends.tensorflow.replica import TensorflowReplica as Replica  # noqa: F401
 from samestep.models import tensorflow as models
@@ -47,3 +49,113 @@ class Words(keras.Model):
 
 def embedding():
     return Words()
+
+
+# What the recipe must see (test_recipe.py)
+
+
+class Small(keras.Model):
+    """A model whose settings and activation can be chosen."""
+
+    def __init__(self, rate=0.5, momentum=0.9, frozen=False):
+        super().__init__()
+        layers, start = keras.layers, keras.initializers.GlorotUniform
+        self.first = layers.Dense(8, kernel_initializer=start(seed=1), trainable=not frozen)
+        self.norm, self.drop = layers.BatchNormalization(momentum=momentum), layers.Dropout(rate)
+        self.last = layers.Dense(10, kernel_initializer=start(seed=2))
+
+    def call(self, x, training=False):
+        x = self.norm(self.first(keras.ops.reshape(x, (-1, 784))), training=training)
+        return self.last(self.drop(keras.ops.relu(x), training=training))
+
+
+def tanh_instead():
+    class Small(globals()["Small"]):
+        def call(self, x, training=False):
+            x = self.norm(self.first(keras.ops.reshape(x, (-1, 784))), training=training)
+            return self.last(self.drop(keras.ops.tanh(x), training=training))
+
+    return Small()
+
+
+def relu_as_before():
+    class Small(globals()["Small"]):
+        def call(self, x, training=False):
+            x = self.norm(self.first(keras.ops.reshape(x, (-1, 784))), training=training)
+            return self.last(self.drop(keras.ops.relu(x), training=training))
+
+    return Small()
+
+
+def small(**settings):
+    return Small(**settings)
+
+
+def functional(activation="relu", backwards=False, factor=1):
+    """The difference of two layers, taken the one or the other way."""
+    layers, start = keras.layers, keras.initializers.GlorotUniform
+    x = keras.Input((1, 28, 28))
+    one = layers.Dense(8, activation, kernel_initializer=start(seed=1))(layers.Flatten()(x))
+    two = layers.Dense(8, kernel_initializer=start(seed=2))(one)
+    scaled = layers.Lambda(lambda x: factor * x)(layers.Subtract()([two, one] if backwards else [one, two]))
+    return keras.Model(x, layers.Dense(10, kernel_initializer=start(seed=3))(scaled))
+
+
+def losses(weight):
+    return lambda output, y: weight * tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+
+
+def weighted(weights):
+    return lambda output, y: tf.nn.sparse_softmax_cross_entropy_with_logits(y, output) * tf.gather(weights, y)
+
+
+def called(factor):
+    """A model with a method of its own."""
+    model = Small()
+    model.last.call = lambda x, training=None: factor * keras.ops.matmul(x, model.last.kernel)
+    return model
+
+
+def changes():
+    """What is changed between a stop and a resume → before, after, and the part that must be named."""
+    each, sparse = tf.nn.sparse_softmax_cross_entropy_with_logits, keras.losses.SparseCategoricalCrossentropy
+    sgd, cosine = keras.optimizers.SGD, keras.optimizers.schedules.CosineDecay
+    return {
+        "the body of a loss": ({"loss": lambda o, y: each(y, o)}, {"loss": lambda o, y: each(y, o) * 2}, "<lambda>()"),
+        "what a loss closes over": ({"loss": losses(1.0)}, {"loss": losses(2.0)}, "<lambda>()"),
+        "a setting of a loss": ({"loss": sparse(from_logits=True)},
+                                {"loss": sparse(from_logits=True, ignore_class=3)}, "loss"),
+        "class weights": ({"loss": weighted(tf.ones(10))}, {"loss": weighted(tf.range(10.0))}, "<lambda>()"),
+        "an activation": ({"model": relu_as_before}, {"model": tanh_instead}, "Small.call()"),
+        "a dropout rate": ({}, {"model": lambda: small(rate=0.2)}, "model.drop"),
+        "the momentum of batch norm": ({}, {"model": lambda: small(momentum=0.7)}, "model.norm"),
+        "a frozen layer": ({}, {"model": lambda: small(frozen=True)}, "model.first"),
+        "a method of one object": ({"model": lambda: called(1)}, {"model": lambda: called(2)}, "<lambda>()"),
+        "the activation of a layer": ({"model": functional}, {"model": lambda: functional("tanh")}, "model.dense"),
+        "how layers are connected": ({"model": functional}, {"model": lambda: functional(backwards=True)}, "model"),
+        "a Lambda layer": ({"model": functional}, {"model": lambda: functional(factor=2)}, "<lambda>()"),
+        "the formula of a schedule": ({"schedule": lambda t: 0.1}, {"schedule": lambda t: 0.1 + t}, "<lambda>()"),
+        "how an optimizer is made": ({"optimizer": lambda v: sgd(0.1)}, {"optimizer": lambda v: sgd(0.1 * bool(v))},
+                                     "<lambda>()"),
+        "a scheduler": ({"schedule": lambda: cosine(0.1, 50)}, {"schedule": lambda: cosine(0.1, 60)}, "schedule"),
+    }  # fmt: skip
+
+
+def settings():
+    """Settings of the framework that change numbers: how to set each, and how to put it back."""
+    options, jit = tf.config.optimizer.set_experimental_options, tf.config.optimizer.set_jit
+    eagerly, tf32 = tf.config.run_functions_eagerly, tf.config.experimental.enable_tensor_float_32_execution
+    kept = keras.config
+    return {
+        "floatx": (lambda: kept.set_floatx("float64"), lambda: kept.set_floatx("float32")),
+        "epsilon": (lambda: kept.set_epsilon(1e-3), lambda: kept.set_epsilon(1e-7)),
+        "image data format": (lambda: kept.set_image_data_format("channels_first"),
+                              lambda: kept.set_image_data_format("channels_last")),
+        "dtype policy": (lambda: kept.set_dtype_policy("mixed_bfloat16"), lambda: kept.set_dtype_policy("float32")),
+        "TensorFloat-32": (lambda: tf32(False), lambda: tf32(True)),
+        "jit": (lambda: jit("autoclustering"), lambda: jit(False)),
+        "graph optimizer": (lambda: options({"disable_meta_optimizer": True}),
+                            lambda: options({"disable_meta_optimizer": False})),
+        "functions run eagerly": (lambda: eagerly(True), lambda: eagerly(False)),
+        "determinism": (tf.config.experimental.enable_op_determinism, config.disable_op_determinism),
+    }  # fmt: skip

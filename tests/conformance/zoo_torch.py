@@ -1,5 +1,7 @@
 """The models of the conformance suite in PyTorch, small enough for many fits."""
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -37,3 +39,123 @@ class Words(nn.Module):
 
 def embedding():
     return Words()
+
+
+# What the recipe must see (test_recipe.py)
+
+
+class Small(nn.Module):
+    """A model whose settings and activation can be chosen."""
+
+    def __init__(self, rate=0.5, momentum=0.1, frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(784, 8), nn.BatchNorm1d(8, momentum=momentum), nn.Dropout(rate), nn.Linear(8, 10)
+        )  # fmt: skip
+        self.first.requires_grad_(not frozen)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.relu(self.norm(self.first(x.flatten(1))))))
+
+
+def tanh_instead():
+    class Small(globals()["Small"]):
+        def forward(self, x):
+            return self.last(self.drop(torch.tanh(self.norm(self.first(x.flatten(1))))))
+
+    return Small()
+
+
+def relu_as_before():
+    class Small(globals()["Small"]):
+        def forward(self, x):
+            return self.last(self.drop(torch.relu(self.norm(self.first(x.flatten(1))))))
+
+    return Small()
+
+
+def small(**settings):
+    return Small(**settings)
+
+
+def losses(weight):
+    return lambda output, y: weight * nn.functional.cross_entropy(output, y)
+
+
+def hooked(factor):
+    model = Small()
+    model.last.register_forward_hook(lambda module, inputs, output: output * factor)
+    return model
+
+
+def changes():
+    """What is changed between a stop and a resume → before, after, and the part that must be named."""
+    smooth, step = nn.CrossEntropyLoss, torch.optim.lr_scheduler.StepLR
+    # A loss stays where it is, so these cannot be on a GPU.
+    weighted = [{"loss": smooth(weight=w), "devices": "cpu"} for w in (torch.ones(10), torch.arange(10.0))]
+    return {
+        "the body of a loss": ({"loss": lambda o, y: nn.functional.cross_entropy(o, y)},
+                               {"loss": lambda o, y: nn.functional.cross_entropy(o, y) * 2}, "<lambda>()"),
+        "what a loss closes over": ({"loss": losses(1.0)}, {"loss": losses(2.0)}, "<lambda>()"),
+        "a setting of a loss": ({"loss": smooth()}, {"loss": smooth(label_smoothing=0.1)}, "loss"),
+        "class weights": (*weighted, "loss"),
+        "an activation": ({"model": relu_as_before}, {"model": tanh_instead}, "Small.forward()"),
+        "a dropout rate": ({}, {"model": lambda: small(rate=0.2)}, "model.drop"),
+        "the momentum of batch norm": ({}, {"model": lambda: small(momentum=0.3)}, "model.norm"),
+        "a frozen layer": ({}, {"model": lambda: small(frozen=True)}, "model.first"),
+        "a hook": ({"model": lambda: hooked(1)}, {"model": lambda: hooked(2)}, "<lambda>()"),
+        "the formula of a schedule": ({"schedule": lambda t: 0.1}, {"schedule": lambda t: 0.1 + t}, "<lambda>()"),
+        "how an optimizer is made": ({"optimizer": lambda p: torch.optim.SGD(p, 0.1)},
+                                     {"optimizer": lambda p: torch.optim.SGD(list(p), 0.1)}, "<lambda>()"),
+        "a scheduler": ({"schedule": lambda: step(torch.optim.SGD(Small().parameters(), 0.1), 5)},
+                        {"schedule": lambda: step(torch.optim.SGD(Small().parameters(), 0.1), 6)}, "schedule"),
+    }  # fmt: skip
+
+
+def settings():
+    """Settings of the framework that change numbers: how to set each, and how to put it back."""
+    backends = torch.backends
+    return {
+        "matmul precision": (lambda: torch.set_float32_matmul_precision("medium"),
+                             lambda: torch.set_float32_matmul_precision("highest")),
+        "mkldnn": (lambda: setattr(backends.mkldnn, "enabled", False), lambda: setattr(backends.mkldnn, "enabled", True)),
+        "denormals": (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
+    }  # fmt: skip
+
+
+# Layers large enough for every kernel (tests/portable.py)
+
+
+class Over(nn.Module):
+    """Some layers, a mean over all but the channels, and ten classes."""
+
+    def __init__(self, make, channels):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.last = make(), nn.Linear(channels, 10)
+
+    def forward(self, x):
+        x = self.inner(x)
+        x = x[0] if isinstance(x, tuple) else x
+        return self.last(x.flatten(2).mean(2) if x.dim() == 4 else x.mean(1) if x.dim() == 3 else x)
+
+
+def convolutions(*channels, kernel=3, **settings):
+    pairs = itertools.pairwise(channels)
+    layers = [
+        [nn.Conv2d(a, b, kernel, padding=kernel // 2, **settings), nn.BatchNorm2d(b), nn.ReLU()] for a, b in pairs
+    ]
+    return nn.Sequential(*(layer for group in layers for layer in group))
+
+
+LARGE = {
+    "convolutions": (lambda: Over(lambda: convolutions(3, 64, 128, 256), 256), 4, (3, 14, 14)),
+    "1 x 1 and strides": (lambda: Over(lambda: convolutions(64, 256, 64, kernel=1, stride=2), 64), 4, (64, 14, 14)),
+    "depthwise": (lambda: Over(lambda: convolutions(96, 96, kernel=7, groups=96), 96), 4, (96, 14, 14)),
+    "transposed": (lambda: Over(lambda: nn.ConvTranspose2d(32, 48, 4, 2), 48), 4, (32, 9, 9)),
+    "wide products": (lambda: Over(lambda: nn.Sequential(nn.Linear(1500, 700), nn.GELU(), nn.Linear(700, 300)), 300), 4,
+                      (1500,)),
+    "attention": (lambda: Over(lambda: nn.TransformerEncoderLayer(96, 4, 200, batch_first=True), 96), 4, (50, 96)),
+    "lstm": (lambda: Over(lambda: nn.LSTM(40, 60, 2, batch_first=True, dropout=0.1), 60), 4, (20, 40)),
+}  # fmt: skip

@@ -143,9 +143,11 @@ def test_a_map_style_dataset_is_asked_once_for_a_shard_if_it_can_answer() -> Non
     fit(by_item, max_epochs=1)
     fit(by_shard, max_epochs=1)
     assert all(isinstance(asked, int) for asked in by_item.asked)
-    assert sorted(by_item.asked) == sorted([0, *range(50)])  # the first example shows what the model gives
+    # the first example shows what the model gives; 32 are hashed, and four of them read again
+    assert len(by_item.asked) == 1 + 32 + 4 + 50
+    assert sorted(by_item.asked[37:]) == list(range(50))
     # three batches of 16 and one of 2, in three shards each; one of the last is empty
-    assert sorted(map(len, by_shard.asked)) == sorted([1, *[6, 5, 5] * 3, 1, 1])
+    assert sorted(map(len, by_shard.asked)) == sorted([1, 32, 4, *[6, 5, 5] * 3, 1, 1])
 
 
 def test_data_shows_how_many_examples_it_has() -> None:
@@ -219,7 +221,7 @@ def test_source_with_a_wrong_answer(
 def test_source_that_is_short_says_by_how_much() -> None:
     with pytest.raises(Invalid) as caught:
         fit(Store(give=after_the_first(lambda i: (X[i][2:], Y[i][1:]))), shards=1)
-    assert str(caught.value) == "train[indices] was asked for 16 examples and gave 14 in x and 15 in y"
+    assert str(caught.value) == "train[indices] was asked for 32 examples and gave 30 in x and 31 in y"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +313,9 @@ def test_bytes_with_a_model_that_wants_numbers() -> None:
 # Reading ahead
 
 
+LOOKS = 3  # reads before the first shard: one example for the model, 32 and again four for the recipe
+
+
 class Recorder(Store):
     """A source that notes who reads what, and how far ahead."""
 
@@ -378,17 +383,17 @@ def test_one_reader_reads_in_the_order_of_the_pass(monkeypatch: pytest.MonkeyPat
     fit(source, devices=2)
     assert source.threads[0] == threading.current_thread().name  # the one example that shows what the model gives
     assert source.reads[0] == [0]
-    assert set(source.threads[1:]) == {"samestep-read_0"}
+    assert set(source.threads[LOOKS:]) == {"samestep-read_0"}
     orders = [draws.order(0, epoch, 50).tolist() for epoch in range(2)]
-    assert flat(source.reads[1:]) == orders[0] + orders[1]
+    assert flat(source.reads[LOOKS:]) == orders[0] + orders[1]
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_each_example_once_per_epoch(devices: int) -> None:
     train, test = Recorder(), Recorder(TX, TY)
     fit(Data(train, test), devices=devices, max_epochs=3)
-    assert Counter(flat(train.reads[1:])) == dict.fromkeys(range(50), 3)
-    counts = Counter(flat(test.reads))
+    assert Counter(flat(train.reads[LOOKS:])) == dict.fromkeys(range(50), 3)
+    counts = Counter(flat(test.reads[LOOKS:]))
     assert all(counts[i] == 3 for i in range(1, 11))  # example 0 may be looked at once more, before training
     assert counts[0] in (3, 4)
 
@@ -397,7 +402,7 @@ def test_with_replacement_reads_what_was_drawn() -> None:
     source = Recorder()
     fit(source, max_epochs=1, sampling="with_replacement")
     drawn = draws.order(0, 0, 50, "with_replacement").tolist()
-    assert Counter(flat(source.reads[1:])) == Counter(drawn)
+    assert Counter(flat(source.reads[LOOKS:])) == Counter(drawn)
     assert max(Counter(drawn).values()) > 1
 
 
@@ -472,10 +477,47 @@ def test_identity_changes_with_shape_and_type() -> None:
     assert identity(X.view(np.int32), Y) != identity(X, Y)  # the same bytes, other numbers
 
 
-def test_identity_of_what_is_not_in_memory_reads_nothing(tmp_path: Path) -> None:
+def test_identity_of_a_source_is_a_sample_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(x: Any = X, y: Any = Y) -> dict[str, Any]:
+        return Data(train=Store(x, y)).train.identity()
+
     source = Recorder()
-    assert Data(train=source).train.identity() == {"examples": 50, "source": "Recorder"}
-    assert source.reads == []
-    about = identity(on_disk(tmp_path, "x", X), Y)
-    assert about["x"] == [50, 5]
-    assert "sha256" not in about
+    about = Data(train=source).train.identity()
+    assert list(about) == ["examples", "source", "sample"]
+    chosen, again = source.reads
+    assert (len(chosen), chosen[0], chosen[-1], again) == (32, 0, 49, chosen[:4])
+    assert seen() == seen(X.copy())
+    for place in (0, 49, chosen[10]):
+        other = X.copy()
+        other[place, 1] += 1
+        assert seen(other)["sample"] != seen()["sample"]
+        assert identity(on_disk(tmp_path, f"x{place}", other), Y) != identity(on_disk(tmp_path, "x", X), Y)
+    assert "sha256" in identity(on_disk(tmp_path, "x", X), Y)
+    monkeypatch.setattr("samestep.data.examples.WHOLE", 10)  # bytes: more is too much to be hashed
+    assert identity(on_disk(tmp_path, "x", X), Y)["sample"] == seen()["sample"]
+
+
+def test_a_source_that_is_different_each_time_is_not_checked() -> None:
+    random = np.random.default_rng(0)
+    source = Store(give=lambda i: (X[i] + random.random(), Y[i]))
+    assert Data(train=source).train.identity()["sample"] is None
+    run = fit(source)
+    assert "train, which gives other examples each time" in run.recipe["unchecked"]
+
+
+def test_code_and_settings_of_a_source_are_in_the_recipe_but_not_its_cache() -> None:
+    class Cached(Store):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor, self.cache, self.reads = factor, {}, 0
+
+        def __getitem__(self, i: Any) -> Any:
+            self.reads += 1
+            self.cache[self.reads] = x, y = super().__getitem__(i)
+            return x, y
+
+    source = Cached(1.0)
+    code = [fit(given).recipe["code"] for given in (source, source, Cached(1.0), Cached(2.0))]
+    assert code[0] == code[1] == code[2]
+    assert {name for name in code[3] if code[3][name] != code[0][name]} == {"train"}
+    assert {"class Cached", "Cached.__getitem__()"} < set(code[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from samestep.fingerprint import of_weights
 from samestep.models.torch import mlp
 from samestep.runs import checkpoint
 from samestep.runs.diff import compare, describe, to_json
+from samestep.runs.log import events, sealed
+from samestep.runs.recipe import read_recipe, recipe_text
 from samestep.screen import cli
 from samestep.shards import cut_pass
 
@@ -31,7 +34,7 @@ NAMES = ["dense1.weight", "dense1.bias", "dense2.weight", "dense2.bias"]
 STEPS = 6  # two epochs of 16 + 16 + 8 examples; checkpoints after 3 and 6 steps
 NEVER = (
     "the recipes are the same, so this should never happen: look for a data source that gives other examples each time, "
-    "a model or loss whose code was changed, or a device that computes wrongly"
+    "code that looks at something else than its arguments, or a device that computes wrongly"
 )
 
 
@@ -69,19 +72,26 @@ def twin(base: Path, tmp_path: Path) -> Path:
 
 def change_recipe(folder: Path, **values: Any) -> None:
     path = folder / "recipe.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_bytes(recipe_text(read_recipe(path.read_bytes()) | values))
 
 
 def change_step(folder: Path, step: int, **values: Callable[[Any], Any]) -> None:
     """Change what the log tells of one step: each field by a function of what it was."""
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    for i, line in enumerate(lines):
-        event = json.loads(line)
+    told = list(events((folder / "events.jsonl").read_bytes()))
+    for event in told:
         if event["event"] == "steps" and 0 <= step - event["first"] < len(event["lr"]):
             for name, new in values.items():
                 event[name][step - event["first"]] = new(event[name][step - event["first"]])
-            lines[i] = json.dumps(event)
-    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    write_log(folder, told)
+
+
+def write_log(folder: Path, told: list[Any]) -> None:
+    """A log as samestep would have written it."""
+    lines, seal = [], ""
+    for event in told:
+        line, seal = sealed(event, seal)
+        lines.append(line)
+    (folder / "events.jsonl").write_bytes(b"".join(lines))
 
 
 def other_print(_: str) -> str:
@@ -187,15 +197,28 @@ def test_a_schedule_of_another_name_and_the_same_rates(base: Path, tmp_path: Pat
     assert found.recipe == [("schedule", "constant(0.1)", "piecewise([6], [0.1, 0.05])")]
 
 
-def test_a_function_as_schedule_is_known_by_name_only(tmp_path: Path) -> None:
-    rates = {"schedule": lambda t: 0.1}
-    one = fit(tmp_path / "one", schedule=rates["schedule"])
-    rates["schedule"].__code__ = (lambda t: 0.1 if t < 2 else 0.2).__code__
-    found = compare(one, fit(tmp_path / "other", schedule=rates["schedule"]))
-    assert (found.kind, found.first_step, found.recipe) == ("rate", 2, [])
-    assert found.cause == (
-        "the recipes are the same: the schedule must be a function that changed, which a recipe knows by its name only"
-    )
+def test_a_function_as_schedule_is_known_by_its_code(tmp_path: Path) -> None:
+    one = fit(tmp_path / "one", schedule=lambda t: 0.1)
+    found = compare(one, fit(tmp_path / "other", schedule=lambda t: 0.1 if t < 2 else 0.2))
+    assert (found.kind, found.first_step) == ("rate", 2)
+    assert [name for name, _, _ in found.recipe] == ["code.<lambda>()"]
+    assert found.cause == "other code or content: code.<lambda>()"
+
+
+def test_a_function_as_schedule_that_looks_at_something_else(tmp_path: Path) -> None:
+    seen = []
+
+    class Rate:
+        def __reduce__(self) -> str:
+            return "it says nothing of itself"
+
+        def __call__(self, t: int) -> float:
+            seen.append(t)
+            return 0.1 if len(seen) < 12 else 0.2
+
+    found = compare(*(fit(tmp_path / name, schedule=Rate()) for name in ("one", "other")))
+    assert (found.kind, found.recipe) == ("rate", [])
+    assert found.cause == "the recipes are the same: the schedule must be a function of more than t"
 
 
 def test_another_optimizer_is_seen_in_the_update(base: Path, tmp_path: Path) -> None:
@@ -340,8 +363,8 @@ def change_weights(folder: Path, name: str, value: Any) -> None:
     tensors = load_file(folder / "weights.safetensors")
     tensors[name] = np.asarray(value, np.float32)
     save_file(tensors, folder / "weights.safetensors")
-    log = (folder / "events.jsonl").read_text()
-    (folder / "events.jsonl").write_text(log.replace(end(folder), of_weights(tensors)))
+    told = list(events((folder / "events.jsonl").read_bytes()))
+    write_log(folder, [*told[:-1], told[-1] | {"fingerprint": of_weights(tensors)}])
 
 
 # Logs changed by hand
@@ -402,9 +425,8 @@ def test_another_number_of_shards_that_changes_no_bit(base: Path, twin: Path) ->
 
 
 def test_a_model_without_hits(base: Path, twin: Path, tmp_path: Path) -> None:
-    log = [json.loads(line) for line in (twin / "events.jsonl").read_text().splitlines()]
-    text = "".join(json.dumps(event | ({"hits": None} if "hits" in event else {})) + "\n" for event in log)
-    (twin / "events.jsonl").write_text(text)
+    told = list(events((twin / "events.jsonl").read_bytes()))
+    write_log(twin, [event | ({"hits": None} if "hits" in event else {}) for event in told])
     other = Path(shutil.copytree(twin, tmp_path / "other"))
     assert compare(twin, other).same
     assert compare(twin, base).same
@@ -413,10 +435,9 @@ def test_a_model_without_hits(base: Path, twin: Path, tmp_path: Path) -> None:
 
 
 def test_the_evaluation(base: Path, twin: Path) -> None:
-    lines = (twin / "events.jsonl").read_text().splitlines()
-    was = json.loads(lines[2])["test_loss"]
-    lines[2] = json.dumps(json.loads(lines[2]) | {"test_loss": 2.5})
-    (twin / "events.jsonl").write_text("\n".join(lines) + "\n")
+    told = list(events((twin / "events.jsonl").read_bytes()))
+    was, told[2]["test_loss"] = told[2]["test_loss"], 2.5
+    write_log(twin, told)
     found = compare(base, twin)
     assert (found.same, found.kind, found.first_step, found.tensors) == (False, "evaluation", 3, [])
     assert found.verdict == f"they differ first in the test after 3 steps: loss {was} in A, 2.5 in B"
@@ -735,9 +756,10 @@ def test_what_is_not_a_run(base: Path, twin: Path, tmp_path: Path) -> None:
     assert message(tmp_path / "file").startswith("PATH is damaged, or not a checkpoint: ")
 
 
-@pytest.mark.parametrize("line", ['{"event": "ste', "", "7", "[]", '{"event": "steps"}', '{"evnt": 1}', "\x00" * 20])
+@pytest.mark.parametrize("line", ['{"event": "ste', "", "7", "[1]", '{"event": "steps"}', '{"evnt": 1}', "\x00" * 20])
 def test_a_damaged_line_is_named(base: Path, twin: Path, line: str) -> None:
-    lines = (twin / "events.jsonl").read_text().splitlines()
+    (twin / "events.jsonl").write_bytes(re.sub(rb', "seal": "\w+"', b"", (twin / "events.jsonl").read_bytes()))
+    lines = (twin / "events.jsonl").read_text().splitlines()  # of a run that was written before there were seals
     lines[3] = line
     (twin / "events.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(Invalid) as caught:
@@ -745,11 +767,33 @@ def test_a_damaged_line_is_named(base: Path, twin: Path, line: str) -> None:
     assert str(caught.value) == f"{twin / 'events.jsonl'} is damaged: line 4 is not an event"
 
 
+@pytest.mark.parametrize(("old", "new"), [(b'"epochs": 2', b'"epochs": 3'), (b"0.1", b"0.2"), (b"steps", b"stepz")])
+def test_a_line_that_was_changed_is_named(base: Path, twin: Path, old: bytes, new: bytes) -> None:
+    log = (base / "events.jsonl").read_bytes()
+    assert old in log
+    (twin / "events.jsonl").write_bytes(log.replace(old, new, 1))
+    number = log[: log.index(old)].count(b"\n") + 1
+    for read in (lambda: compare(base, twin), lambda: ss.Run.load(twin)):
+        with pytest.raises(Invalid, match=f"events.jsonl is damaged: line {number} was changed after it was written$"):
+            read()
+    lines = log.splitlines(keepends=True)
+    (twin / "events.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
+    with pytest.raises(Invalid, match="line 2 was changed"):  # as one is missing
+        compare(base, twin)
+
+
+def test_a_recipe_that_was_changed_is_noticed(base: Path, twin: Path) -> None:
+    text = (twin / "recipe.json").read_text()
+    (twin / "recipe.json").write_text(text.replace('"seed": 0', '"seed": 1'))
+    for read in (lambda: compare(base, twin), lambda: ss.Run.load(twin), lambda: fit(twin)):
+        with pytest.raises(Invalid, match="recipe.json is damaged: it was changed after it was written"):
+            read()
+
+
 def test_steps_with_a_value_missing(base: Path, twin: Path) -> None:
-    lines = (twin / "events.jsonl").read_text().splitlines()
-    event = json.loads(lines[1])
-    lines[1] = json.dumps(event | {"fingerprint": event["fingerprint"][:-1]})
-    (twin / "events.jsonl").write_text("\n".join(lines) + "\n")
+    told = list(events((twin / "events.jsonl").read_bytes()))
+    told[1]["fingerprint"].pop()
+    write_log(twin, told)
     with pytest.raises(Invalid, match="is damaged: line 2 is not an event$"):
         compare(base, twin)
 

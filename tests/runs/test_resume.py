@@ -76,6 +76,9 @@ class Fuse:
         """`after` so many updates of the next fit; without any, nothing is done."""
         self.after, self.act, self.shards = after, act, 0
 
+    def __getstate__(self) -> None:
+        """Nothing of it decides a bit, so the recipe is not to know it."""
+
     def burn(self) -> None:
         with self.lock:
             update, shard = divmod(self.shards, SHARDS)
@@ -379,18 +382,21 @@ def test_killed_before_anything_was_written(tmp_path: Path) -> None:
 
 def test_a_source_that_fails(tmp_path: Path) -> None:
     class Failing(Source):
-        reads = 0
+        reads, most = 0, 10**9
 
         def __getitem__(self, indices: Any) -> Any:
             self.reads += 1
-            if self.reads > 1 + 5 * SHARDS:  # one look at the model, and the shards of five steps
+            if self.reads > self.most:
                 raise OSError("gone")
             return super().__getitem__(indices)
 
-    Failing.__name__ = "Source"  # of the same recipe
+    source = Failing()
+    fit(data=source, max_epochs=1)
+    source.reads, source.most = 0, source.reads + SHARDS  # the second epoch ends after one step
     with pytest.raises(OSError, match="^gone$"):
-        fit(data=Failing(), run_dir=tmp_path, checkpoint_every=1)
-    run = fit(data=Source(), run_dir=tmp_path, devices=3)
+        fit(data=source, run_dir=tmp_path, checkpoint_every=1)
+    source.most = 10**9
+    run = fit(data=source, run_dir=tmp_path, devices=3, accept="code")  # `most` is a setting of its
     assert run.resumed is not None
     assert run.resumed <= 5  # it had been read ahead
     same(run, whole("source"))
@@ -880,13 +886,15 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 
 END = "): choose another run_dir, or delete it"
+ACCEPT = ", or go on nevertheless with accept='{0}' (--accept {0}), which the run will remember"
 HINT = "; the model starts from other weights: seed it before it is made"
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_another_recipe_is_refused_and_told(name: str, held: Path) -> None:
     settings, difference = OTHER[name]
-    assert refusal(held, **settings) == difference + END
+    code = name in ("schedule", "loss")
+    assert refusal(held, **settings) == difference + END + ACCEPT.format("code") * code
 
 
 def test_other_weights_are_refused_with_a_hint(held: Path) -> None:
@@ -900,6 +908,7 @@ def test_other_weights_are_refused_with_a_hint(held: Path) -> None:
 def test_another_model_is_refused(held: Path) -> None:
     text = refusal(held, model=Tied())
     assert text.startswith("model is 'Tied', was 'Sequential'; parameters is {'conv.weight': [4, 3, 2, 2], ")
+    assert "has other code" not in text  # that much is clear
     assert re.search(r"; initial is '[0-9a-f]{64}', was '[0-9a-f]{64}'\)", text)
     assert text.endswith(END)  # no hint: it is another model
     assert "precision is 'float64', was 'float32'" in refusal(held, model=dense().double())
@@ -909,9 +918,10 @@ def test_other_examples_are_refused(held: Path) -> None:
     other = X.copy()
     other[7, 3] += 1
     text = refusal(held, data=(other, Y))
-    assert re.fullmatch(r"train is \{'examples': 44, .*, was \{'examples': 44, .*\.\.\." + re.escape(END), text)
-    assert "train is {'examples': 44, 'source': 'Source'}, was {'examples': 44, 'x'" in refusal(held, data=Source())
-    assert "train is {'examples': 40, " in refusal(held, data=(X[:40], Y[:40]))
+    digests = r"train.sha256 is '[0-9a-f]{64}', was '[0-9a-f]{64}'"
+    assert re.fullmatch(digests + re.escape(END + ACCEPT.format("data")), text)
+    assert "train.source is 'Source', was None" in refusal(held, data=Source())
+    assert "train.examples is 40, was 44; train.x is [40, 12], was [44, 12]" in refusal(held, data=(X[:40], Y[:40]))
     with pytest.raises(Invalid, match=r"holds a run of another recipe \(test is None, was \{'examples': 9, "):
         ss.Trainer(
             max_epochs=2, batch_size=12, shards=3, devices="cpu", progress=False, loss=loss, run_dir=held,
@@ -921,7 +931,7 @@ def test_other_examples_are_refused(held: Path) -> None:
 
 def test_a_recipe_of_another_version_is_refused(held: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samestep.__version__", "9.9")
-    assert refusal(held) == f"samestep is '9.9', was '{VERSION}'{END}"
+    assert refusal(held) == f"samestep is '9.9', was '{VERSION}'{END}{ACCEPT.format('numerics')}"
 
 
 VERSION = ss.__version__
@@ -1108,6 +1118,18 @@ def test_any_byte_of_the_log_counts(stopped: Path) -> None:
             fit(CASES["momentum"], run_dir=stopped)
         log.write_bytes(content)
     resumed_with(stopped, step=6)
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint .* cannot be used")
+def test_a_finished_run_whose_log_was_edited_at_its_beginning(tmp_path: Path, patient: None) -> None:
+    fit(CASES["momentum"], run_dir=tmp_path)
+    log = tmp_path / "events.jsonl"
+    content = log.read_text()
+    log.write_text(content.replace('"processes": 1', '"processes": 2', 1))
+    with pytest.raises(Invalid, match="is damaged: line 1 was changed after it was written; choose another run_dir"):
+        fit(CASES["momentum"], run_dir=tmp_path, max_epochs=EPOCHS + 1)
+    log.write_text(content)
+    fit(CASES["momentum"], run_dir=tmp_path, max_epochs=EPOCHS + 1)
 
 
 def test_the_chain_is_that_of_the_fingerprints(stopped: Path) -> None:

@@ -581,9 +581,11 @@ OPTIONS = {
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
         "-q", "--checkpoint-every", "--resume", "--processes", "--backend",
+        "--portable", "--accept",
     ],
     ("verify",): [
         "--backend", "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",
+        "--portable",
     ],
     ("diff",): ["--json"],
     ("export",): ["--best", "--average"],

@@ -223,6 +223,8 @@ class Backend(Losses):
 
     name: str
 
+    portable = False  # whether the run that goes on is to have the same bits on every CPU
+
     def __init__(self) -> None:
         self.workers = Workers()
 
@@ -307,6 +309,24 @@ class Backend(Losses):
         return None
 
     # A run
+
+    @abstractmethod
+    def numerics(self, devices: Sequence[Device], travels: bool) -> dict[str, Any]:
+        """All that decides numbers beside the recipe's other entries: builds, libraries, settings, kernels, the machine.
+
+        Of a run that travels from CPU to CPU, only what must be the same on all of them.
+        """
+
+    @abstractmethod
+    def require_portable(self) -> None:
+        """Refuse a portable run if the framework has not started with the variables that it needs (portable.py)."""
+
+    @abstractmethod
+    def content(self, thing: Any, weights: bool) -> Any:
+        """What stands for an object of this framework when it is told from others (content.py); None: it is not one.
+
+        The values of weights and of state that is saved with them count only if asked for.
+        """
 
     @abstractmethod
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,6 +21,15 @@ ALIGN = 64  # bytes; kernels see each tensor aligned as if it had an allocation 
 def aligned(itemsize: int) -> int:
     """How many numbers take ALIGN bytes."""
     return ALIGN // itemsize
+
+
+def aligned_copy(numbers: Numbers) -> Numbers:
+    """A copy of a vector that begins at a multiple of ALIGN bytes."""
+    memory = np.empty(numbers.nbytes + ALIGN, np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    vector: Numbers = memory[start : start + numbers.nbytes].view(numbers.dtype)
+    vector[:] = numbers
+    return vector
 
 
 @dataclass(frozen=True)
@@ -69,3 +79,26 @@ class Layout:
         for name, view in self.named(vector).items():
             view[...] = tensors[name].reshape(view.shape)
         return vector
+
+
+def by_type(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], types: Sequence[tuple[str, bool]]
+) -> tuple[tuple[int, ...], tuple[Layout, ...]]:
+    """Tensors of several types of number, as (dtype, real): in which vector each lies, and the layouts of these vectors.
+
+    >>> by_type(["weight", "count", "bias"], [(2, 3), (), (3,)], [("float32", True), ("int32", False), ("float32", True)])[0]
+    (0, 1, 0)
+    """
+    kinds = list(dict.fromkeys(types))
+    chosen = [[i for i, kind in enumerate(types) if kind == wanted] for wanted in kinds]
+    layouts = [
+        Layout(tuple(names[i] for i in group), tuple(shapes[i] for i in group), *kind)
+        for group, kind in zip(chosen, kinds, strict=True)
+    ]
+    return tuple(kinds.index(kind) for kind in types), tuple(layouts)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """The name of a leaf of a JAX tree. In nnx every leaf is the attribute `value` of a variable: names leave it out."""
+    steps = path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
+    return ".".join(str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in steps)

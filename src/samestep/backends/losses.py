@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,14 @@ class Shape:
 
     classes: int | None  # the length of the output if it is one score per class, else None
     dtype: str  # of the weights, as NumPy names it
+
+
+def wants_labels_first(loss: Any) -> bool:
+    """Keras's own losses are functions of (y_true, y_pred)."""
+    try:
+        return next(iter(inspect.signature(loss).parameters), "") == "y_true"
+    except (TypeError, ValueError):  # it has no signature
+        return False
 
 
 def check_weights(model: str, dtypes: Iterable[str]) -> str:

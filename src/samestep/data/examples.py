@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.backends import arrays
-from samestep.backends.find import of_array
+from samestep.backends.find import frameworks_of, load, of_array
+from samestep.content import WHOLE, Content
 from samestep.errors import Invalid, WrongType
 
 Numbers = NDArray[Any]
+SAMPLE, AGAIN = 32, 4  # examples of a source or a large file that are hashed, and of them those that are read once more
 
 
 class Data:
@@ -59,15 +61,12 @@ class Arrays:
         return numbers(_rows(self.x, indices)), labels(numbers(_rows(self.y, indices)))
 
     def identity(self) -> dict[str, object]:
-        """What tells this data from other data: sizes and, for arrays in memory, a hash of every byte."""
+        """What tells this data from other data: sizes and a hash of every byte; of large files, of some examples."""
         about: dict[str, object] = {"examples": len(self), "x": list(self.x.shape), "y": list(self.y.shape)}
         about["type"] = str(self.x.dtype).removeprefix("torch.")
-        if self.in_memory:
-            digest = hashlib.sha256()
-            for array in (self.x, self.y):
-                digest.update(np.ascontiguousarray(numbers(array)).data)
-            about["sha256"] = digest.hexdigest()
-        return about
+        if self.in_memory or self.x.nbytes + self.y.nbytes <= WHOLE:
+            return {**about, "sha256": _sha256(self.x, self.y)}
+        return {**about, **_sample(self)}
 
 
 class Source:
@@ -108,7 +107,32 @@ class Source:
         return np.stack([numbers(x) for x, _ in pairs]), np.stack([numbers(y) for _, y in pairs])
 
     def identity(self) -> dict[str, object]:
-        return {"examples": len(self), "source": type(self.source).__name__}
+        """What tells this data from other data: a version, if it has one, and a hash of some examples."""
+        about: dict[str, object] = {"examples": len(self), "source": type(self.source).__name__}
+        version = getattr(self.source, "version", None) or getattr(self.source, "_fingerprint", None)
+        if isinstance(version, (str, int)):
+            about["version"] = version
+        before = self._attributes()
+        about |= _sample(self)
+        after = self._attributes()
+        self._kept = [name for name, value in before.items() if after.get(name) == value]
+        return about
+
+    def settings(self) -> object:
+        """The source for its code and settings: all but what reading changes, such as a cache, as `identity` has seen."""
+        return [type(self.source), {name: getattr(self.source, name, None) for name in self._kept}]
+
+    def _attributes(self) -> dict[str, str]:
+        found = Content(_known)
+        for name, value in getattr(self.source, "__dict__", {}).items():
+            found.add(name, value)
+        return found.parts
+
+
+def _known(thing: Any, weights: bool) -> Any:
+    """`content` of whichever framework an object is of."""
+    frameworks = sorted(frameworks_of(thing))
+    return load(frameworks[0]).content(thing, weights) if frameworks else None
 
 
 def examples(name: str, given: Any) -> Arrays | Source:
@@ -121,6 +145,26 @@ def examples(name: str, given: Any) -> Arrays | Source:
             raise WrongType(f"{name} must be a pair (x, y), got two pairs: write Data(train=(x, y), test=(x, y))")
         return Arrays(name, *given)
     return Source(name, given)
+
+
+def _chosen(n: int) -> NDArray[np.int64]:
+    """Examples spread over all of them, the first and the last among them; the same ones each time."""
+    return np.unique(np.linspace(0, n - 1, SAMPLE).astype(np.int64))
+
+
+def _sample(examples: Arrays | Source) -> dict[str, object]:
+    """A hash of some examples; None if they are others when they are read again, so that nothing can be told."""
+    chosen = _chosen(len(examples))
+    x, y = examples.read(chosen)
+    again = examples.read(chosen[:AGAIN])
+    return {"sample": _sha256(x, y) if _sha256(*again) == _sha256(x[:AGAIN], y[:AGAIN]) else None}
+
+
+def _sha256(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for array in parts:
+        digest.update(np.ascontiguousarray(numbers(array)).data)
+    return digest.hexdigest()
 
 
 def numbers(array: Any) -> Numbers:

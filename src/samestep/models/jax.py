@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from samestep import models
-from samestep.backends.jax.pair import Pair as Pair  # public under this name
+from samestep.backends.pair import Pair as Pair  # public under this name
 from samestep.errors import Invalid
 
 Array = Any

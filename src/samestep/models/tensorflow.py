@@ -133,17 +133,17 @@ class ResNet18(Named):
                 )
 
     def norm(self, name: str, x: Tensor, training: bool) -> Tensor:
-        mean, var = self.w[f"{name}.running_mean"], self.w[f"{name}.running_var"]
-        y, here, spread, *_ = tf.raw_ops.FusedBatchNormV3(
-            x=x, scale=self.w[f"{name}.weight"].value, offset=self.w[f"{name}.bias"].value,
-            mean=[] if training else mean.value, variance=[] if training else var.value,
-            epsilon=1e-5, is_training=training,
-        )  # fmt: skip
-        if training:  # `spread` is the variance with n - 1, which is what running statistics take
+        mean, var = (self.w[f"{name}.{kind}"] for kind in ("running_mean", "running_var"))
+        here, spread = tf.nn.moments(x, (0, 1, 2)) if training else (mean.value, var.value)
+        if training:
+            n = tf.cast(tf.size(x) // x.shape[-1], x.dtype)
             mean.assign(mean * 0.9 + here * 0.1)
-            var.assign(var * 0.9 + spread * 0.1)
+            var.assign(var * 0.9 + spread * (0.1 * n / (n - 1)))  # running statistics take the variance with n - 1
             self.w[f"{name}.num_batches_tracked"].assign_add(1)
-        return y
+        weight, bias = (self.w[f"{name}.{kind}"].value for kind in ("weight", "bias"))
+        return tf.nn.batch_normalization(
+            x, here, spread, bias, weight, 1e-5
+        )  # the fused one has other bits on other CPUs
 
     def residual(self, name: str, x: Tensor, stride: int, training: bool) -> Tensor:
         y = tf.nn.relu(self.norm(f"{name}.norm1", self.conv(f"{name}.conv1", x, stride, 1), training))

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from samestep.errors import Invalid
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Tensors
+from samestep.runs.log import events
+from samestep.runs.recipe import flat, read_recipe
 from samestep.runs.run import read_weights
 
 SHOWN, WIDTH = 20, 40  # tensors in the table; characters of a recipe's value
@@ -35,14 +37,18 @@ CAUSES = {  # where recipes differ in several things, the first that can explain
     "framework": "another framework, {a} in A and {b} in B: they agree to rounding only",
     "version": "another version of the framework, {a} in A and {b} in B",
     "device": "another kind of device, {a} in A and {b} in B: they agree to rounding only",
+    "portable": "portable={a} in A and {b} in B, so other kernels",
     "schedule": "another schedule, {a} in A and {b} in B",
     "test": "other test data, which the schedule follows: {names}",
+    "code": "other code or content: {names}",
+    "numerics": "other numerics: {names}",
+    "accepted": "a resume that accepted a change of the recipe: {names}",
 }
 ONLY = {  # all that can explain a first difference of this kind
     "model": {"parameters"}, "initial": {"seed", "initial"}, "shards": {"shards"}, "examples": {"batch_size", "train"},
-    "rate": {"schedule", "optimizer", "test", "samestep"},
+    "rate": {"schedule", "optimizer", "test", "samestep", "code", "accepted"},
 }  # fmt: skip
-NEVER = {"max_epochs", "schedule", "test", "deterministic"}  # cannot explain one of any other kind
+NEVER = {"max_epochs", "schedule", "test", "deterministic", "unchecked"}  # cannot explain one of any other kind
 LATE = {"optimizer", "gradient_clip_val", "average"}  # explain nothing that comes before the update
 
 
@@ -97,7 +103,7 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
     if not both and not at:
         raise Invalid(f"nothing can be compared: {_has(left)}; {_has(right)}")
     found = Difference(steps=len(both), lengths=(left.length, right.length))
-    one, other = _flat(left.recipe), _flat(right.recipe)
+    one, other = flat(left.recipe), flat(right.recipe)
     pairs = [(name, one.get(name, ABSENT), other.get(name, ABSENT)) for name in one | other]
     found.recipe = [pair for pair in pairs if repr(pair[1]) != repr(pair[2])]
     changed = list(dict.fromkeys(name.partition(".")[0] for name, _, _ in found.recipe))
@@ -228,12 +234,12 @@ def _conclude(found: Difference, left: Side, right: Side, at: list[int]) -> tupl
 
 
 def _cause(found: Difference, left: dict[str, Any], right: dict[str, Any], changed: list[str]) -> str:
-    ranks = {key: rank for rank, key in enumerate(CAUSES)}
+    ranks: dict[str, float] = {key: rank for rank, key in enumerate(CAUSES)}
     late = LATE if found.kind not in ("update", "tensors") else set()
     never = NEVER if found.steps else NEVER - {"schedule"}  # of checkpoints the rates are not known
     # Frameworks lay out the same weights in different ways; and where the first step agreed, so did what it began with.
     other = {"parameters", "initial"} if "framework" in changed or found.first_step else set()
-    for key in sorted(changed, key=lambda key: ranks.get(key, len(ranks))):
+    for key in sorted(changed, key=lambda key: ranks.get(key, ranks["code"] - 0.5)):
         if key in ONLY.get(found.kind or "", set(changed) - never - late - other):
             names = [name for name, _, _ in found.recipe if name.partition(".")[0] == key]
             listed = ", ".join(names[:3] + ["..."] * (len(names) > 3))
@@ -243,10 +249,12 @@ def _cause(found: Difference, left: dict[str, Any], right: dict[str, Any], chang
         return "deterministic=False, which gives up sameness"
     known = "nothing in which the recipes differ explains this" if changed else "the recipes are the same"
     if found.kind == "rate":
-        return f"{known}: the schedule must be a function that changed, which a recipe knows by its name only"
+        return f"{known}: the schedule must be a function of more than t"
+    unknown = sorted({*left.get("unchecked", ()), *right.get("unchecked", ())})
+    listed = f"what the recipe lists as not checked ({'; '.join(unknown)}), " * bool(unknown)
     return (
-        f"{known}, so this should never happen: look for a data source that gives other examples each time, a model or "
-        "loss whose code was changed, or a device that computes wrongly"
+        f"{known}, so this should never happen: look for {listed}a data source that gives other examples each time, code "
+        "that looks at something else than its arguments, or a device that computes wrongly"
     )
 
 
@@ -263,7 +271,7 @@ def _open(path: Path) -> Side:
         return Side(path, one.about["recipe"], one.step, files={(one.step, "checkpoint"): path})
     name = "recipe.json"
     try:
-        side = Side(path, dict(json.loads((path / name).read_bytes())))
+        side = Side(path, read_recipe((path / name).read_bytes()))
         name = "events.jsonl"
         _read(side, (path / name).read_bytes())
     except OSError as error:
@@ -278,9 +286,8 @@ def _open(path: Path) -> Side:
 
 
 def _read(side: Side, log: bytes) -> None:
-    for number, line in enumerate(log.split(b"\n")[:-1], 1):  # a killed run may have written half of one more line
+    for number, event in enumerate(events(log), 1):
         try:
-            event = json.loads(line)
             if event["event"] == "steps":
                 hits = event["hits"] or [None] * len(event["loss"])
                 rows = zip(event["examples"], event["lr"], event["loss"], hits, event["fingerprint"], strict=True)
@@ -292,18 +299,6 @@ def _read(side: Side, log: bytes) -> None:
                 side.end = event["fingerprint"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} is not an event") from error
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted names.
-
-    >>> _flat({"seed": 0, "train": {"examples": 40, "x": [40, 5]}})
-    {'seed': 0, 'train.examples': 40, 'train.x': [40, 5]}
-    """
-    if not isinstance(value, dict):
-        return {name: value}
-    inner = [_flat(below, f"{name}.{key}" if name else key) for key, below in value.items()]
-    return {key: leaf for part in inner for key, leaf in part.items()}
 
 
 def counted(n: int, thing: str) -> str:

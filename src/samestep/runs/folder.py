@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -15,18 +14,23 @@ from typing import Any
 from samestep.errors import Invalid
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Checkpoint, Tensors, Writer
-from samestep.runs.run import Event, chain, differences, events, plain
+from samestep.runs.log import Event, chain, events, last_seal, sealed
+from samestep.runs.recipe import ACCEPT, differences, in_words, read_recipe, recipe_text
+from samestep.runs.run import plain
 
-IMMATERIAL = ("max_epochs",)  # what comes later does not change the steps before it
+# What comes later does not change the steps before it; what was accepted or cannot be checked is told, not compared.
+IMMATERIAL = ("max_epochs", "accepted", "unchecked")
 
 
 class RunFolder:
     """Writes a run folder while a fit goes on; finds out what of it is there already."""
 
     def __init__(
-        self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0
-    ) -> None:
-        self.path = Path(path)
+        self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0,
+        accept: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.path, self._accept = Path(path), set(accept)
+        self.accepted: dict[str, str] = {}  # what was different, and accepted
         self._made = [folder for folder in [self.path, *self.path.parents] if not os.path.exists(folder)]
         self.checkpoint: Checkpoint | None = None  # to go on from
         self.log = b""  # the events that belong to it
@@ -41,7 +45,12 @@ class RunFolder:
             new += lock + [name for name in ("events.jsonl", "recipe.json") if not os.path.exists(self.path / name)]
             self._find(recipe, resume, last)
             if self.checkpoint:  # the run began from those weights, whatever the model that was passed now holds
-                recipe["initial"] = self.checkpoint.about["recipe"]["initial"]
+                old = self.checkpoint.about["recipe"]
+                recipe["initial"], past = old["initial"], old.get("accepted", [])
+                if now := [{"step": self.checkpoint.step, **self.accepted}] if self.accepted else []:
+                    self.checkpoint.about["recipe"] = recipe  # from here on, it is a run of this one
+                if past or now:
+                    recipe["accepted"] = past + now
             self._prepare(recipe, last)
             undo.pop_all()
         self._begun = self.checkpoint is not None
@@ -80,13 +89,13 @@ class RunFolder:
         if found and not (own := checkpoint.path_of(self.path, found.step)).exists():  # it is that of another folder
             own.parent.mkdir(exist_ok=True)
             checkpoint.write(own, checkpoint.pack({**found.about, "recipe": recipe}, found.tensors))
-        text = json.dumps(recipe, indent=2).encode() + b"\n"
+        text = recipe_text(recipe)
         if not about.exists() or about.read_bytes() != text:
             checkpoint.write(about, [text])
         if not found or found.step < last:  # the weights will be others
             for old in ("weights.safetensors", "average.safetensors"):
                 (self.path / old).unlink(missing_ok=True)
-        self._digest, self._synced = hashlib.sha256(self.log), False
+        self._digest, self._synced, self._seal = hashlib.sha256(self.log), False, last_seal(self.log)
         self._events = open(log, "ab")  # noqa: SIM115
 
     def _find(self, recipe: dict[str, Any], resume: Any, last: int) -> None:
@@ -111,8 +120,8 @@ class RunFolder:
             raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
         if there.exists():
             try:
-                old = json.loads(there.read_text())
-            except ValueError as error:
+                old = read_recipe(there.read_bytes())
+            except (ValueError, TypeError) as error:
                 raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
             self._check(recipe, old, self.path, IMMATERIAL)
         self._take(files, recipe, IMMATERIAL, last)
@@ -124,16 +133,29 @@ class RunFolder:
     def _ended(self) -> bool:
         """Whether the log comes to an end; if not, the run was killed just after its weights were written."""
         log = self.path / "events.jsonl"
-        return log.exists() and any(event["event"] == "end" for event in events(log.read_bytes()))
+        try:
+            return log.exists() and any(event["event"] == "end" for event in events(log.read_bytes()))
+        except ValueError as error:
+            raise Invalid(f"{log} is damaged: {error}; choose another run_dir, or delete it") from error
 
     def _check(self, recipe: dict[str, Any], old: dict[str, Any], where: Path, besides: Iterable[str]) -> None:
         found = differences(recipe, old, besides)
-        if found:
-            words, initial = "; ".join(found.values()), next(iter(found)) == "initial"
-            hint = "; the model starts from other weights: seed it before it is made" if initial else ""
-            raise Invalid(
-                f"{where} holds a run of another recipe ({words}): choose another run_dir, or delete it{hint}"
-            )
+        kinds = {name: kind for kind, names in ACCEPT.items() for name in names}
+        of = {name: kinds.get(name.partition(".")[0], "") for name in found}
+        if not found or set(of.values()) <= self._accept:
+            self.accepted |= found
+            return
+        hint = ""
+        if next(iter(found)) == "initial":
+            hint = "; the model starts from other weights: seed it before it is made"
+        elif "" not in of.values():
+            names = ",".join(sorted(set(of.values())))
+            hint = f", or go on nevertheless with accept={names!r} (--accept {names}), which the run will remember"
+            if not recipe["portable"] and any(name.startswith("numerics.cpu.") for name in found):
+                hint += "; runs with portable=True (--portable) keep their bits on every CPU"
+        raise Invalid(
+            f"{where} holds a run of another recipe ({in_words(found)}): choose another run_dir, or delete it{hint}"
+        )
 
     def _take(self, files: list[Path], recipe: dict[str, Any], besides: Iterable[str], last: int) -> None:
         for file in reversed(files):
@@ -160,7 +182,7 @@ class RunFolder:
             return
 
     def __call__(self, event: Event) -> None:
-        line = json.dumps(event).encode() + b"\n"
+        line, self._seal = sealed(event, self._seal)
         with self._writing():
             self._events.write(line)
             self._digest.update(line)

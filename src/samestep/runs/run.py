@@ -1,57 +1,28 @@
 """What a fit leaves behind: its history, fingerprints and weights, in memory and in a run folder.
 
-recipe.json          all that decides the result
-events.jsonl         one JSON object a line: start, resume, steps (losses of shards, fingerprint after every step), epoch, end
+recipe.json          all that decides the result, with a hash of itself
+events.jsonl         what happened: start, resume, steps (losses of shards, fingerprint after every step), epoch, end (log.py)
 checkpoints/         what the run can be resumed from (checkpoint.py)
 weights.safetensors  the final weights, by name
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from samestep.checks import show
 from samestep.errors import Invalid
 from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Tensors
+from samestep.runs.log import Event, events
+from samestep.runs.recipe import read_recipe
 from samestep.schedules.algebra import Schedule
-
-Event = dict[str, Any]
-
-
-def events(log: bytes) -> Iterator[Event]:
-    """The events of a log. A last line without an end, on which the run was killed, is left out."""
-    for number, line in enumerate(log.split(b"\n")[:-1], 1):
-        try:
-            yield dict(json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number}: {error}") from error
-
-
-def chain(prints: Iterable[str]) -> str:
-    """One hash for the fingerprints of all steps up to now."""
-    return hashlib.sha256("".join(prints).encode()).hexdigest()
-
-
-def differences(
-    ours: dict[str, Any], theirs: dict[str, Any], besides: Iterable[str] = (), verb: str = "was"
-) -> dict[str, str]:
-    """What tells one recipe from another, in words, by name.
-
-    >>> differences({"seed": 0, "shards": 8}, {"seed": 1, "shards": 8})
-    {'seed': 'seed is 0, was 1'}
-    """
-    names = [name for name in {**theirs, **ours} if name not in besides and ours.get(name) != theirs.get(name)]
-    return {name: f"{name} is {show(ours.get(name))}, {verb} {show(theirs.get(name))}" for name in names}
 
 
 @dataclass
@@ -115,7 +86,7 @@ class Run:
                 raise Invalid(f"{folder} is not the folder of a finished run: {name} is missing")
         try:
             name = "recipe.json"
-            recipe = json.loads((folder / name).read_text())
+            recipe = read_recipe((folder / name).read_bytes())
             name = "events.jsonl"
             log = list(events((folder / name).read_bytes()))
         except ValueError as error:

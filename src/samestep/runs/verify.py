@@ -28,7 +28,8 @@ from samestep.processes.launch import engine_for, of
 from samestep.processes.place import OVERRIDES
 from samestep.runs import diff
 from samestep.runs.diff import Difference, counted
-from samestep.runs.run import Run, events
+from samestep.runs.log import events
+from samestep.runs.run import Run
 
 POLL = 0.001  # seconds between two looks at a log
 TAIL = 1 << 20  # bytes; the last line about steps is in the last so many of a log

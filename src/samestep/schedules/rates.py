@@ -66,7 +66,7 @@ class Rates:
         elif callable(schedule) and not (callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")):
             self._rate = schedule
         else:  # a framework's scheduler, which counts by itself: Paddle's and MXNet's can be called, but mean another t
-            self._rate = schedule = table(backend.rates(schedule, steps_per_epoch * max_epochs))
+            self._rate = table(backend.rates(schedule, steps_per_epoch * max_epochs))
         self.given = schedule
 
     def epoch(self, epoch: int) -> list[float]:
@@ -81,7 +81,10 @@ class Rates:
             self.plateau.observe(row[f"test_{which}"] if row["test_loss"] is not None else row[f"train_{which}"])
 
     def __repr__(self) -> str:
-        """A name that is the same in every process: a function's own, for anything else its repr."""
+        """A name that is the same in every process: that of a function or a scheduler's class, else its repr.
+
+        The recipe knows the code of a function and the content of a scheduler in another place.
+        """
         if self.plateau and self._past["t"]:
             return f"Plateau.from_state({self._past})"
         if isinstance(self.given, (Schedule, Plateau)):

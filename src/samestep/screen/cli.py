@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from samestep import __version__
+from samestep import portable as switch
 from samestep.backends import find
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
@@ -71,6 +72,8 @@ def train(
     threads_per_shard: Annotated[int | None, option("Threads of arithmetic per shard on the CPU  [1]")] = None,
     sampling: Annotated[str | None, option("without_replacement or with_replacement")] = None,
     deterministic: Annotated[bool | None, option("--no-deterministic gives up sameness")] = None,
+    portable: Annotated[bool, option("The same bits on every x86-64 CPU with AVX2", "--portable")] = False,
+    accept: Annotated[str | None, option("What may have changed since: numerics, code, data, or several")] = None,
     run_dir: Annotated[str | None, option("Folder of the run; 'none' writes nothing  [runs/TIME-MODEL]")] = None,
     checkpoint_every: Annotated[str | None, option("Steps, or a text such as '1 epoch' or '30 s'  [1 epoch]")] = None,
     resume: Annotated[str | None, option("auto, never, or a checkpoint or run folder to resume from  [auto]")] = None,
@@ -88,7 +91,10 @@ def train(
         "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
         "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
         "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
+        "portable": portable or None, "accept": accept,
     }  # fmt: skip
+    if portable:
+        switch.set_up()  # before a framework starts
     if processes is not None and whole("", "--processes", processes, 1) > 1 and MEET not in os.environ:
         command = [sys.executable, "-m", "samestep", *sys.argv[1:]]
         raise typer.Exit(launch(command, processes, engine_for(script, backend)))
@@ -156,6 +162,7 @@ def verify(
     resume_on: Annotated[str, option("random (another way), same, or a number of devices")] = "random",
     epochs: Annotated[int | None, option("Passes over the data  [the script's; built-in job: 1]")] = None,
     seed: Annotated[int, option("Decides what is killed, when, and where it is resumed")] = 0,
+    portable: Annotated[bool, option("As --portable of train", "--portable")] = False,
     keep: Annotated[Path | None, option("Keep the run folders in this new folder")] = None,
     as_json: Annotated[bool, option("Print it as JSON", "--json")] = False,
 ) -> None:
@@ -169,6 +176,8 @@ def verify(
 
     from samestep.runs import verify as module
 
+    if portable:
+        switch.set_up()  # in all processes that are started
     if script is None and context.args:
         raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
     if script is not None and backend is not None:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from samestep.optimizers.averaging import Averager
 from samestep.processes.world import World
 from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
 from samestep.runs.folder import RunFolder
-from samestep.runs.run import Event, Run, chain, events
+from samestep.runs.log import Event, chain, events
+from samestep.runs.run import Run
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.group import Group, probe
@@ -75,8 +77,8 @@ class Fit:
         try:
             if first and settings.run_dir is not None:
                 self.folder = RunFolder(
-                    settings.run_dir, self.result.recipe, settings.resume, settings.keep_checkpoints, self.last
-                )
+                    settings.run_dir, self.result.recipe, settings.resume, settings.keep_checkpoints, self.last, settings.accept
+                )  # fmt: skip
             self.listeners = [listener for listener in (self.folder, display) if listener]
             with Signals(settings.run_dir is not None) as self.signals:
                 self.begin()
@@ -100,12 +102,16 @@ class Fit:
         found = self.folder.checkpoint if self.folder else None
         log = self.folder.log if self.folder else b""
         if self.world.size > 1:
+            self.result.recipe = json.loads(self.world.broadcast(json.dumps(self.result.recipe).encode()))
             log = self.world.broadcast(log)
             content = self.world.broadcast(b"".join(pack(found.about, found.tensors)) if found else b"")
             found = unpack(content, "the checkpoint of rank 0") if content else None
         if found:
             self.restore(found, list(events(log)))
-            self.emit({**self.start, "event": "resume", "step": self.step})
+            accepted = self.folder.accepted if self.folder else {}
+            self.emit({**self.start, "event": "resume", "step": self.step, "accepted": accepted})
+            if self.folder and (unknown := "; ".join(self.result.recipe["unchecked"])):
+                warnings.warn(f"resumed without checking whether these have changed: {unknown}", stacklevel=4)
         else:
             self.group.follow()
             self.emit(self.start)
@@ -117,7 +123,6 @@ class Fit:
             updater.load(found.group("optimizer"))
         self.averager.restore(found.about["average"], found.group("average"))
         devices = self.result.devices
-        self.result.recipe["initial"] = found.about["recipe"]["initial"]
         self.result.replay(log)
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
         for row in self.result.history:

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from samestep.runs.run import Event
+from samestep.runs.log import Event
 
 
 def show(wanted: bool | None) -> Display | None:

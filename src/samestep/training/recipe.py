@@ -2,49 +2,87 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import platform
 import re
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import samestep
 from samestep import fingerprint
 from samestep.backends import find
+from samestep.content import Content
+from samestep.data.examples import Source
 from samestep.errors import Invalid
-from samestep.runs.run import differences
+from samestep.optimizers.rules import Optimizer
+from samestep.runs.recipe import ACCEPT, differences, in_words
+from samestep.schedules.algebra import Schedule
+from samestep.schedules.plateau import Plateau
 
 if TYPE_CHECKING:
     from samestep.training.fit import Fit
 
 SETTINGS = ("max_epochs", "batch_size", "shards", "seed", "sampling", "gradient_clip_val", "threads_per_shard",
-            "deterministic")  # fmt: skip
+            "deterministic", "portable")  # fmt: skip
 
 
 def recipe(fit: Fit, model: Any) -> dict[str, Any]:
     """The recipe of all processes. Only the starting weights may differ: rank 0's are used."""
     everybody = [json.loads(text) for text in fit.world.collect(json.dumps(_own(fit, model)).encode())]
+    accepted = {name for kind in fit.settings.accept for name in ACCEPT[kind]}
     for rank, other in enumerate(everybody):
-        found = differences(other, everybody[0], ("initial",), "not")
+        found = differences(other, everybody[0], {"initial", *accepted}, "not")
         if found:
-            raise Invalid(f"rank {rank} has another recipe than rank 0: {'; '.join(found.values())}")
+            raise Invalid(f"rank {rank} has another recipe than rank 0: {in_words(found)}")
     return dict(everybody[0])
 
 
 def _own(fit: Fit, model: Any) -> dict[str, Any]:
     """All that decides the result of a fit. It has the kind of the devices, not their number."""
     settings, backend, data, first = fit.settings, fit.backend, fit.data, fit.group.replicas[0]
-    tensors = first.tensors()
+    train, test = data.train.identity(), data.test.identity() if data.test else None
+    tensors, (code, unchecked) = first.tensors(), _content(fit, model)
+    unchecked += [
+        f"{name}, which gives other examples each time"
+        for name, about in (("train", train), ("test", test))
+        if about and about.get("sample", "") is None
+    ]
+    numerics = {"python": ".".join(platform.python_version_tuple()[:2]), "numpy": np.__version__,
+                "libc": " ".join(platform.libc_ver())}  # fmt: skip
     return {
         "samestep": samestep.__version__, "framework": backend.name, "version": find.installed(backend.name),
         "device": first.device.kind, "model": backend.describe(model),
         "parameters": {name: list(t.shape) for name, t in tensors.items()},
         "initial": fingerprint.of_weights(tensors), "precision": fit.shape.dtype,
-        "train": data.train.identity(), "test": data.test.identity() if data.test else None,
+        "train": train, "test": test,
         **{name: getattr(settings, name) for name in SETTINGS},
         "average": repr(settings.average), "loss": _name(settings.loss),
         "optimizer": repr(fit.group.updaters[0]), "schedule": repr(fit.rates),
+        "numerics": numerics | backend.numerics(fit.devices, bool(settings.portable)),
+        "code": code, "unchecked": unchecked,
     }  # fmt: skip
 
 
+def _content(fit: Fit, model: Any) -> tuple[dict[str, str], list[str]]:
+    """Code and content of all that was given, as hashes by name; and what cannot be looked into."""
+    found = Content(fit.backend.content)
+    given = {"model": model, **{name: getattr(fit.settings, name) for name in ("loss", "optimizer", "schedule")}}
+    given = {name: thing for name, thing in given.items() if not _tells_all(thing)}
+    sources = {one.name: one.settings() for one in (fit.data.train, fit.data.test) if isinstance(one, Source)}
+    for name, thing in (given | sources).items():
+        found.add(name, thing, weights=name != "model")  # those of the model are `initial`
+    return found.told(), found.unchecked
+
+
+def _tells_all(thing: Any) -> bool:
+    """Whether the repr of a thing says all of it: samestep's own optimizers and schedules."""
+    ours = isinstance(thing, (Optimizer, Schedule, Plateau)) and type(thing).__module__.startswith("samestep.")
+    return thing is None or ours
+
+
 def _name(loss: Any) -> str:
-    """The name of a function, or the repr of anything else, without its address in memory."""
-    return getattr(loss, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(loss))
+    """The name of a function, also of one with some arguments given; or the repr of anything else, without its address."""
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    return getattr(function, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(function))

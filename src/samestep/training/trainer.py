@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
-from samestep import draws
+from samestep import draws, portable
 from samestep.backends.base import Backend
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
 from samestep.checks import whole
@@ -22,6 +22,7 @@ from samestep.optimizers.rules import Optimizer, adagrad, adam, adamw, sgd, sgld
 from samestep.processes import place
 from samestep.processes.world import World
 from samestep.runs.checkpoint import parse
+from samestep.runs.recipe import ACCEPT
 from samestep.runs.run import Run
 from samestep.schedules.rates import check_schedule, rate
 from samestep.training.fit import Fit
@@ -54,6 +55,9 @@ class Trainer:
     capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
     timeout            with several processes, how many seconds one may take to answer before it is given up
+    portable           True: the same bits on every x86-64 CPU with AVX2 (docs/numerics.md); None: if SAMESTEP_PORTABLE=1
+    accept             what may have changed when a run is resumed: "numerics", "code", "data", or several; it is written
+                       into the run
     num_gpus           the chapters' name for `devices`: how many GPUs (replicas on the CPU, if there is none), 0 for the CPU
     """
 
@@ -78,6 +82,8 @@ class Trainer:
     capture: bool = True
     deterministic: bool = True
     timeout: float = 300.0
+    portable: bool | None = None
+    accept: str | Sequence[str] = ()
     num_gpus: int | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +124,14 @@ class Trainer:
         self.timeout = rate("timeout", self.timeout)
         if not self.timeout:
             raise Invalid("timeout must be above 0, got timeout=0")
+        if self.portable not in (None, False, True):
+            raise WrongType(f"portable must be True, False or None, got portable={self.portable!r}")
+        self.portable = portable.wanted() if self.portable is None else bool(self.portable)
+        if self.portable:
+            portable.set_up()
+        self.accept = tuple(self.accept.split(",") if isinstance(self.accept, str) else self.accept)
+        if unknown := [name for name in self.accept if name not in ACCEPT]:
+            raise Invalid(f"accept takes {', '.join(ACCEPT)}, got {unknown[0]!r}")
         if self.loss is not None and not callable(self.loss):
             raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
         if self.sampling not in draws.SAMPLINGS:
@@ -134,6 +148,9 @@ class Trainer:
         """The devices of this process, and the other processes; an error in one of them ends all."""
         here = place.find()
         devices = resolve(self.devices, self.shards, backend, here)
+        backend.portable = bool(self.portable) and devices[0].kind == "cpu"
+        if backend.portable:
+            backend.require_portable()
         with backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
             world = backend.world(here, self.timeout, devices)
             try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from samestep.backends.jax.pair import Pair, call
+from samestep.backends.by_id import ById
+from samestep.backends.pair import Pair, call, told
 from samestep.errors import Invalid
 
 Array = Any
@@ -57,11 +56,7 @@ class LinenAdapter(Adapter):
             return id(self.module)
 
     def options(self, train: bool) -> dict[str, bool]:
-        """The arguments that tell the module whether it trains: modules have different names for them."""
-        named = inspect.signature(type(self.module).__call__).parameters
-        words = {"train": train, "training": train, "is_training": train,
-                 "deterministic": not train, "use_running_average": not train}  # fmt: skip
-        return {word: value for word, value in words.items() if word in named}
+        return told(type(self.module).__call__, train)
 
     def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
         variables, rngs = {"params": params, **state}, streams(key)
@@ -128,29 +123,3 @@ def adapt(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Adapter, Any, A
         raise Invalid("this flax module has no variables yet: pass model.bind(model.init(key, x))")
     state = dict(variables)
     return LinenAdapter(module), state.pop("params", {}), state
-
-
-class ById:
-    """A function that cannot be hashed, so it is equal only to itself."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.__signature__ = inspect.signature(function)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.function(*args, **options)
-
-    def __hash__(self) -> int:
-        return id(self.function)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and other.function is self.function
-
-    @staticmethod
-    def wrap(function: Any) -> Any:
-        """The function itself if it can be hashed."""
-        try:
-            hash(function)
-        except TypeError:
-            return ById(function)
-        return function

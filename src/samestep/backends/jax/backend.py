@@ -16,20 +16,22 @@ from flax import nnx
 from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
 
 from samestep.backends.base import Backend
+from samestep.backends.jax import numerics
 from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
 from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
-from samestep.backends.jax.pair import Pair
+from samestep.backends.jax.content import content
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.layout import Numbers
 from samestep.backends.losses import Shape, check_examples, check_weights
+from samestep.backends.pair import Pair
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid
 from samestep.processes.place import Place
 from samestep.processes.world import World
 
-ASKED = re.compile(r"allocat\w+ ([\d.]+ ?\w+)")
+rows = jax.jit(lambda array, index: jnp.take(array, index, axis=0, mode="clip"))
 
 
 class JaxBackend(Backend):
@@ -39,6 +41,7 @@ class JaxBackend(Backend):
     def __init__(self) -> None:
         super().__init__()
         self._run: tuple[int, bool] | None = None  # while one lasts: what `computing` is to make for the CPU
+        self._settings = numerics.settings()  # of the last run
         self._made: dict[int, tuple[Any, Any]] = {}  # id of a model → the model, and the variables made for it
 
     # Devices
@@ -119,14 +122,28 @@ class JaxBackend(Backend):
     def clip(self, vector: Any, limit: float) -> Any:
         return clipped(vector, vector.dtype.type(limit))
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return with_numbers(function)
+        program = jax.jit(function)
+
+        def call(*args: Any) -> Any:
+            with jax.enable_x64(True):  # numbers stay float64 until they meet a vector, as they would without compiling
+                return program(*args)
+
+        return call
 
     # A run
 
+    content, require_portable = staticmethod(content), staticmethod(numerics.require_portable)
+    numerics = staticmethod(numerics.found)
+
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        with self.workers.at_work(devices, threads):
+        same = functools.partial(numerics.take_over, dict(jax.config.values))  # as in this thread
+        with self.workers.at_work(devices, threads, same):
+            if numerics.settings() != self._settings:
+                jax.clear_caches()  # what was compiled under other settings may not fit these
+            self._settings = numerics.settings()
             # Where no two shards run side by side, Python goes on while one is computed.
             self._run = threads, side_by_side(threads) == 1
             try:
@@ -169,7 +186,12 @@ class JaxBackend(Backend):
         return JaxUpdater(optimizer, replica, clip)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
-        no_other_processes()
+        count = global_state.num_processes
+        if global_state.client is not None and count > 1:
+            raise Invalid(
+                f"jax.distributed.initialize has joined {count} processes, and samestep joins them by MPI: leave it out, and "
+                f"start the script with `mpiexec -n {count} python ...`"
+            )
         return super().world(place, timeout, devices)
 
     # Losses
@@ -192,19 +214,9 @@ class JaxBackend(Backend):
     def explain(self, error: Exception) -> Exception | None:
         text = str(error)
         if isinstance(error, jax.errors.JaxRuntimeError) and ("RESOURCE_EXHAUSTED" in text or "Out of memory" in text):
-            asked = ASKED.search(text)
+            asked = re.search(r"allocat\w+ ([\d.]+ ?\w+)", text)
             return self.out_of_memory("the device", asked[1] if asked else None)
         return None
-
-
-def no_other_processes() -> None:
-    """Refuse processes that know of each other by jax.distributed: those of samestep find each other by MPI."""
-    count = global_state.num_processes
-    if global_state.client is not None and count > 1:
-        raise Invalid(
-            f"jax.distributed.initialize has joined {count} processes, and samestep joins them by MPI: leave it out, and start "
-            f"the script with `mpiexec -n {count} python ...`"
-        )
 
 
 def checked(array: Any) -> Any:
@@ -218,26 +230,9 @@ def checked(array: Any) -> Any:
 
 
 @jax.jit
-def rows(array: Any, index: Any) -> Any:
-    return jnp.take(array, index, axis=0, mode="clip")
-
-
-@jax.jit
 def clipped(vector: Any, limit: Any) -> Any:
     norm = jnp.sqrt((vector * vector).sum())
     return vector * (limit / jnp.maximum(norm, limit))
-
-
-@functools.lru_cache(maxsize=64)
-def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of vectors and Python's numbers, compiled."""
-    program = jax.jit(function)
-
-    def call(*args: Any) -> Any:
-        with jax.enable_x64(True):  # numbers stay float64 until they meet a vector, as they would without compiling
-            return program(*args)
-
-    return call
 
 
 backend: Backend = JaxBackend()

@@ -10,13 +10,13 @@ the work of an operation is divided depends on the size of the pool alone.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import jax
 from jaxlib import xla_client
 
-THREADS = "PJRT_NPROC"  # what XLA reads for the size of its pool when a client is made
+from samestep.backends.numerics import variable
+
 CLIENTS: dict[Any, int] = {}  # JAX's device of each client made here → the number of the CPU device that it stands for
 
 
@@ -28,15 +28,8 @@ def computing(threads: int, asynchronous: bool, index: int) -> Any:
     its own, as the pool of a client with many devices has at least as many threads.
     """
     cpus()  # the user's client first, with the threads it would have had
-    before = os.environ.get(THREADS)
-    os.environ[THREADS] = str(threads)
-    try:
+    with variable("PJRT_NPROC", str(threads)):  # what XLA reads for the size of its pool when a client is made
         native = xla_client.make_cpu_client(asynchronous=asynchronous).local_devices()[0]
-    finally:
-        if before is None:
-            del os.environ[THREADS]
-        else:
-            os.environ[THREADS] = before
     CLIENTS[native] = index
     return native
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 Array = Any
-Two = tuple[Array, Array]
 
 
 def fingerprint(vectors: Sequence[Array]) -> Array:
@@ -28,11 +27,11 @@ def fingerprint(vectors: Sequence[Array]) -> Array:
     return jnp.stack(sums)
 
 
-def add(left: Sequence[Array], right: Sequence[Array]) -> Two:
+def add(left: Sequence[Array], right: Sequence[Array]) -> tuple[Array, Array]:
     return left[0] + right[0], left[1] + right[1]
 
 
-def hashed(words: Array, positions: Array) -> Two:
+def hashed(words: Array, positions: Array) -> tuple[Array, Array]:
     """Two hashes of every word and its position; the second is no multiple of the first, so it says something new."""
     words = words + positions * jnp.uint32(0x9E3779B1)
     words = (words ^ (words >> 15)) * jnp.uint32(0x85EBCA6B)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from samestep.backends.layout import Layout, Tensors
+from samestep.backends.layout import Layout, Tensors, by_type, path_name
 from samestep.errors import WrongType
 
 Vector = Any
@@ -27,19 +27,13 @@ class FlatTree:
     @staticmethod
     def of(tree: Any) -> FlatTree:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        names = tuple(".".join(map(step_name, without_value(path))) for path, _ in leaves)
+        names = tuple(path_name(path) for path, _ in leaves)
         arrays = [jnp.asarray(leaf) for _, leaf in leaves]
-        groups: dict[Any, list[int]] = {}  # type of number → the leaves of that type
-        for i, array in enumerate(arrays):
+        for name, array in zip(names, arrays, strict=True):
             if not (is_real(array.dtype) or jnp.issubdtype(array.dtype, jnp.integer)):
-                raise WrongType(f"{names[i]} is of type {array.dtype}: weights and state must be real or whole numbers")
-            groups.setdefault(array.dtype, []).append(i)
-        layouts = [
-            Layout(tuple(names[i] for i in group), tuple(arrays[i].shape for i in group), str(dtype), is_real(dtype))
-            for dtype, group in groups.items()
-        ]
-        types = list(groups)
-        return FlatTree(structure, names, tuple(types.index(array.dtype) for array in arrays), tuple(layouts))
+                raise WrongType(f"{name} is of type {array.dtype}: weights and state must be real or whole numbers")
+        types = [(str(array.dtype), is_real(array.dtype)) for array in arrays]
+        return FlatTree(structure, names, *by_type(names, [array.shape for array in arrays], types))
 
     @property
     def size(self) -> int:
@@ -65,12 +59,3 @@ class FlatTree:
 def is_real(dtype: Any) -> bool:
     """Also for bfloat16, which is no floating type to NumPy."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def without_value(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """In nnx every leaf is the attribute `value` of a variable: names leave it out."""
-    return path[:-1] if path and getattr(path[-1], "name", None) == "value" else path
-
-
-def step_name(step: Any) -> str:
-    return str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step))))

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from samestep.backends.base import Backend, Replica, Task
-from samestep.backends.jax.adapters import Adapter, ById
+from samestep.backends.by_id import ById
+from samestep.backends.jax.adapters import Adapter
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.program import program
 from samestep.backends.layout import Numbers, Tensors

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from samestep.backends.base import NativeUpdater
-from samestep.backends.jax.adapters import ById
+from samestep.backends.by_id import ById
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.layout import Tensors
-from samestep.errors import Invalid, WrongType
+from samestep.errors import WrongType
 
 
 class JaxUpdater(NativeUpdater):
@@ -35,12 +35,10 @@ class JaxUpdater(NativeUpdater):
                 f"got {type(given).__name__}"
             )
         tree = replica.trees[0]
-        way = "rate" if not ready else "fixed"
         self.state = jax.jit(lambda vector: made.init(tree.unflatten([vector])))(replica.parameters)
-        if ready and "learning_rate" in getattr(self.state, "hyperparams", {}):
-            way = "hyperparams"
-        self.fixed = way == "fixed"
-        self._way, self._update = way, update_of(ById.wrap(given), way, tree)
+        own = "hyperparams" if "learning_rate" in getattr(self.state, "hyperparams", {}) else "fixed"
+        self._way = own if ready else "rate"
+        self.fixed, self._update = self._way == "fixed", update_of(ById.wrap(given), self._way, tree)
 
     def __repr__(self) -> str:
         """What it computes, hashed: an optax transformation does not say what it was made from."""
@@ -55,11 +53,6 @@ class JaxUpdater(NativeUpdater):
         return 1.0 if self.fixed else None
 
     def apply(self, gradient: Any, lr: float, t: int) -> None:
-        if self.fixed and lr != 1:
-            raise Invalid(
-                f"schedule asks for a rate of {lr:g}, but this optax transformation has its rate inside: pass the function "
-                "itself (optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
-            )
         replica = self.replica
         rate = replica.parameters.dtype.type(lr)
         parameters, self.state = self._update(replica.parameters, gradient, self.state, rate)

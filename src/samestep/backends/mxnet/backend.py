@@ -6,10 +6,10 @@ oneDNN keeps what it has prepared for a number of threads for as long as the thr
 nobody else uses, other ones for every `threads_per_shard`, and their threads are told to compute with so many. One Python
 thread asks for everything: the engine does not wait, so a second one would gain nothing.
 
-A block that was hybridized is computed compiled, with the same bits. samestep hybridizes nothing by itself: a block need not
-allow it, and it is not faster on the CPU. All random operations draw from the one generator that the CPU has for a Python
-thread. MXNet does not give away its state, so after a run it goes on from a number that it gave before. There are no GPUs here:
-MXNet 1.9.1 knows none of today's, so nothing could be measured on one.
+A block that was hybridized is computed compiled. Most have the same bits then, but gluon's BatchNorm may not, so the recipe
+tells. samestep hybridizes nothing by itself: a block need not allow it, and it is not faster on the CPU. All random operations
+draw from the one generator that the CPU has for a Python thread. MXNet does not give away its state, so after a run it goes on
+from a number that it gave before. There are no GPUs here: MXNet 1.9.1 knows none of today's, so none was tried.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from mxnet.context import Context
 
 from samestep.backends.base import Backend, Task
 from samestep.backends.losses import Shape, check_examples, check_weights, convert
-from samestep.backends.mxnet.blocks import arrays_in, blocks_of, model_context, parameters_of
+from samestep.backends.mxnet import numerics
+from samestep.backends.mxnet.blocks import arrays_in, blocks_of, parameters_of
+from samestep.backends.mxnet.content import content
 from samestep.backends.mxnet.engine import check_soon, idle_view, use_threads
 from samestep.backends.mxnet.flat import as_nd
 from samestep.backends.mxnet.noise import seed
@@ -43,12 +45,15 @@ TYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bo
 # Numbers of contexts of the CPU that are samestep's. A run on cpu:i keeps its vectors on HOMES + i, and computes shards on
 # those from LANES * threads_per_shard on.
 HOMES, LANES = 256, 512
-# What MXNet reads when it starts and would let into the bits: who computes, and from which generator.
+# What would let the machine into the bits: who computes, from which generator, and MXNet's own kernels for recurrent layers,
+# which give other bits each time (oneDNN's do not).
 ENVIRONMENT = {
     "MXNET_ENGINE_TYPE": "ThreadedEnginePerDevice",
     "MXNET_CPU_WORKER_NTHREADS": "1",
     "MXNET_CPU_PARALLEL_RAND_COPY": "1",
+    "MXNET_USE_MKLDNN_RNN": "1",
 }
+LIMITS = {"OMP_DYNAMIC", "OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS"}  # with fewer threads than asked, oneDNN gives NaN
 
 
 class MxnetBackend(Backend):
@@ -85,10 +90,8 @@ class MxnetBackend(Backend):
         return Device("cpu", array.ctx.device_id % HOMES) if isinstance(array, nd.NDArray) else cpu()
 
     def put(self, array: Any, device: Device) -> Any:
-        context = self._home(device)
-        if isinstance(array, nd.NDArray):
-            return array if array.ctx == context else array.copyto(context)
-        return _array(array, context)
+        is_there = isinstance(array, nd.NDArray) and array.ctx == self._home(device)
+        return array if is_there else self.copy(array, device)
 
     def get(self, array: Any) -> np.ndarray[Any, Any]:
         with self.explained():
@@ -119,8 +122,6 @@ class MxnetBackend(Backend):
         return left
 
     def concat(self, vectors: Sequence[Any]) -> Any:
-        if len(vectors) == 1:
-            return vectors[0].copy()
         if isinstance(vectors[0], mx.np.ndarray):
             return mx.np.concatenate(list(vectors))
         return nd.concat(*vectors, dim=0)
@@ -137,13 +138,17 @@ class MxnetBackend(Backend):
 
     # A run
 
+    require_portable = staticmethod(numerics.require_portable)
+    numerics = staticmethod(numerics.found)
+    content = staticmethod(content)
+
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         for name, value in ENVIRONMENT.items():
-            if os.environ.get(name, value) != value:
-                raise Invalid(
-                    f"{name}={os.environ[name]} lets the machine into the bits: unset it, or use {name}={value}"
-                )
+            if (found := os.environ.get(name, value)) != value:
+                raise Invalid(f"{name}={found} lets the machine into the bits: unset it, or use {name}={value}")
+        if threads > 1 and (limits := LIMITS & os.environ.keys()):
+            raise Invalid(f"{limits.pop()} may keep threads from a shard: unset it, or use threads_per_shard=1")
         with self.workers.at_work(devices, threads):
             with suppress(MXNetError):
                 nd.waitall()  # raises what failed before this run, and would else do so in the middle of it
@@ -169,26 +174,22 @@ class MxnetBackend(Backend):
 
     def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x") -> Shape:
         parameters = parameters_of(model).values()
-        trained = [p for p in parameters if p.grad_req != "null"]
-        dtype = check_weights(self.describe(model), (str(np.dtype(p.dtype)) for p in trained))
+        types = (str(np.dtype(p.dtype)) for p in parameters if p.grad_req != "null")
+        dtype = check_weights(self.describe(model), types)
         check_examples(name, x, dtype)
         try:
-            context = model_context(model)
+            context = next(iter(parameters)).list_ctx()[0]
         except RuntimeError as error:
             raise Invalid("the model has no weights yet: call model.initialize() first") from error
         held = [(vars(block), arrays_in(block)) for _, block in blocks_of(model)]
         kept = [a for p in parameters if p.grad_req == "null" and p._data for a in p.list_data()]
         state = [(a, a.copy()) for a in [*kept, *(a for _, arrays in held for a in arrays.values())]]
-
-        def given(numbers: np.ndarray[Any, Any]) -> Any:
-            array = _array(numbers, context)
-            return array.as_np_ndarray() if mx.util.is_np_array() else array
-
+        as_given = nd.NDArray.as_np_ndarray if mx.util.is_np_array() else nd.NDArray.as_nd_ndarray
         try:
             with context, autograd.pause(train_mode=False), self.explained():
-                output = model(given(x))
+                output = model(as_given(_array(x, context)))
                 if loss is not None:
-                    self.sum_of_losses(loss, output, given(y))
+                    self.sum_of_losses(loss, output, as_given(_array(y, context)))
                 nd.waitall()
         except (MXNetError, TypeError, ValueError) as error:
             if x.dtype.kind != "f" and re.search("(?i)dtype|type|expected", str(error)):
@@ -208,7 +209,7 @@ class MxnetBackend(Backend):
         if self._lanes and self._next is None:  # weights that had to be drawn have been drawn by now
             self._next = nd.random.randint(0, 2**31 - 1, ctx=mx.cpu())
         with self.explained():
-            return MxnetReplica(self, model, loss, device, shards, home, self._lanes or [home])
+            return MxnetReplica(self, model, loss, device, shards, home, *(self._lanes or [home]))
 
     def updater(self, optimizer: Any, replica: MxnetReplica, clip: float) -> MxnetUpdater:
         return MxnetUpdater(optimizer, replica, clip)

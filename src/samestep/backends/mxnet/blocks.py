@@ -13,8 +13,6 @@ from mxnet.gluon.parameter import Parameter
 
 from samestep.errors import Invalid, WrongType
 
-Array = Any
-
 
 def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
     """A block and all blocks in it, by path."""
@@ -26,17 +24,20 @@ def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
 def parameters_of(model: Block) -> dict[str, Parameter]:
     """All parameters by the names of their attributes, as save_parameters names them.
 
-    Those that are nobody's attribute have the names that MXNet gives them, without the model's own.
+    Those that are nobody's attribute have the path of their block and the name that it gave them. MXNet's own names would not
+    do: they count what the process has made before.
     """
     found = model._collect_params_with_prefix()
     known = {id(p) for p in found.values()}
-    for name, p in model.collect_params().items():
-        if id(p) not in known:
-            found[name.removeprefix(model.prefix)] = p
+    for path, block in blocks_of(model):
+        for name, p in block.params.items():
+            if id(p) not in known:
+                found[path + name.removeprefix(block.params.prefix)] = p
+                known.add(id(p))
     return found
 
 
-def arrays_in(block: Block) -> dict[str, Array]:
+def arrays_in(block: Block) -> dict[str, Any]:
     """The arrays that a block holds as plain attributes."""
     return {key: value for key, value in vars(block).items() if isinstance(value, nd.NDArray)}
 
@@ -50,10 +51,6 @@ def check_parameters(parameters: dict[str, Parameter]) -> None:
             )
         if p._stype != "default":
             raise WrongType(f"the parameter {name!r} is of the storage type {p._stype}: only dense ones can be trained")
-
-
-def model_context(model: Block) -> Context:
-    return next(iter(parameters_of(model).values())).list_ctx()[0]
 
 
 def bare(p: Parameter) -> Parameter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,51 +20,6 @@ Array = Any
 Numbers = np.ndarray[Any, Any]
 
 
-class _Context(ctypes.Structure):
-    """A context as MXNet's library takes it."""
-
-    _fields_ = (("type", ctypes.c_int), ("number", ctypes.c_int32))
-
-
-def _where(context: Context) -> Any:
-    return ctypes.byref(_Context(context.device_typeid, context.device_id))
-
-
-_set_threads = _LIB.MXSetNumOMPThreads
-_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)  # of MXNet's own context, and a number of ours
-_use_threads = _function(lambda run, number: _set_threads(number) and None)
-
-
-def use_threads(context: Context, number: int) -> None:
-    """Have the thread of a context compute with so many of OpenMP's: the setting is of the thread that makes it."""
-    threads = ctypes.c_void_p(number)
-    push = _LIB.MXEnginePushSync
-    check_call(push(_use_threads, threads, None, _where(context), None, 0, None, 0, None, 0, b""))
-
-
-# The memory of arrays on the CPU
-
-
-class _View:
-    def __init__(self, array: Array) -> None:
-        start = ctypes.c_void_p()
-        check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(start)))
-        self._array = array  # keeps it
-        kind = np.dtype(array.dtype).str
-        self.__array_interface__ = {"version": 3, "typestr": kind, "shape": array.shape, "data": (start.value, False)}
-
-
-def numpy_view(array: Array) -> Numbers:
-    """An array as NumPy, in its own memory, for a function that the engine calls."""
-    return np.asarray(_View(array))
-
-
-def idle_view(array: Array) -> Numbers:
-    """The same for everybody else: waits until the engine no longer reads or writes the array."""
-    check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
-    return numpy_view(array)
-
-
 # Functions of our own
 
 _numbers = count(1)
@@ -71,6 +27,7 @@ _waiting: dict[int, Callable[[], None]] = {}
 _failed: list[Exception] = []
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)  # of MXNet's own context, and a number of ours
 def _call(run: Any, number: Any) -> None:
     try:
         _waiting.pop(number)()
@@ -78,17 +35,14 @@ def _call(run: Any, number: Any) -> None:
         _failed.append(error)
 
 
-_calling = _function(_call)
-
-
 def soon(function: Callable[[], None], context: Context, reads: Sequence[Array], writes: Sequence[Array]) -> None:
     """Have the thread of a context call a function when all that was asked of these arrays earlier has been done."""
     number = next(_numbers)
     _waiting[number] = function
+    where = (ctypes.c_int * 2)(context.device_typeid, context.device_id)  # a context as MXNet's library takes it
     handles = [(ctypes.c_void_p * len(arrays))(*(array.handle.value for array in arrays)) for arrays in (reads, writes)]
-    push = _LIB.MXEnginePushSyncND
-    given = _calling, ctypes.c_void_p(number), None, _where(context), handles[0], len(reads), handles[1], len(writes)
-    check_call(push(*given, None, 0, b"samestep"))
+    given = _call, ctypes.c_void_p(number), None, where, handles[0], len(reads), handles[1], len(writes)
+    check_call(_LIB.MXEnginePushSyncND(*given, None, 0, b"samestep"))
 
 
 def check_soon() -> None:
@@ -97,3 +51,25 @@ def check_soon() -> None:
         error = _failed[0]
         _failed.clear()
         raise error
+
+
+def use_threads(context: Context, number: int) -> None:
+    """Have the thread of a context compute with so many of OpenMP's: the setting is of the thread that makes it."""
+    soon(lambda: check_call(_LIB.MXSetNumOMPThreads(number)), context, [], [])
+
+
+# The memory of arrays on the CPU
+
+
+def numpy_view(array: Array) -> Numbers:
+    """An array as NumPy, in its own memory, for a function that the engine calls."""
+    start = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(start)))
+    about = {"version": 3, "typestr": np.dtype(array.dtype).str, "shape": array.shape, "data": (start.value, False)}
+    return np.asarray(SimpleNamespace(__array_interface__=about, keeps=array))
+
+
+def idle_view(array: Array) -> Numbers:
+    """The same for everybody else: waits until the engine no longer reads or writes the array."""
+    check_call(_LIB.MXNDArrayWaitToWrite(array.handle))
+    return numpy_view(array)

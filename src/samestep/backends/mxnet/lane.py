@@ -6,7 +6,8 @@ are no views: an evaluation may change the layout of their memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from mxnet import autograd, nd
 from mxnet import np as mxnp
@@ -22,16 +23,10 @@ from samestep.errors import Invalid
 
 class Lane:
     def __init__(
-        self,
-        context: Context,
-        block: Block,
-        layout: Layout,  # of the weights
-        state: list[Flat],
-        constants: Iterable[str],  # names of parameters
-        size: int,  # of the vector that a shard gives
-        graphs: Graphs,
+        self, context: Context, block: Block, loss: Any, layout: Layout, state: list[Flat], fixed: list[str], size: int
     ) -> None:
-        self.context, self.block, self.state, self.graphs = context, block, state, graphs
+        """`layout` is that of the weights, `fixed` the names of constants, `size` that of the vector a shard gives."""
+        self.context, self.block, self.state, self.graphs = context, block, state, Graphs(block, loss)
         self.fresh = False  # whether the weights are the replica's
         self.vector = nd.zeros((size,), context, layout.dtype)
         parameters, blocks = parameters_of(block), list(blocks_of(block))
@@ -49,10 +44,10 @@ class Lane:
                 p._data = [view.as_np_ndarray() if isinstance(p.data(), mxnp.ndarray) else view]
         # Of each block: all its attributes, and the arrays among them at first.
         self._attributes = [(vars(one), arrays_in(one)) for _, one in blocks]
-        fixed = {name: parameters[name].data() for name in constants}
-        fixed |= {path + key: array for path, one in blocks for key, array in arrays_in(one).items()}
+        constants = {name: parameters[name].data() for name in fixed}
+        constants |= {path + key: array for path, one in blocks for key, array in arrays_in(one).items()}
         # What must not be written to, and what it was; forgotten when it has been checked once.
-        self._fixed = {name: (array, array.asnumpy().tobytes()) for name, array in fixed.items()}
+        self._fixed = {name: (array, array.asnumpy().tobytes()) for name, array in constants.items()}
 
     def begin(self, weights: Flat, state: Sequence[Flat]) -> None:
         """Start a shard, with the replica's weights and state, and with the arrays that blocks had at first.

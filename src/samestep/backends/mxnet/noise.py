@@ -26,13 +26,13 @@ from mxnet.gluon import Block
 from mxnet.operator import get_all_registered_operators
 
 from samestep.backends.mxnet.blocks import blocks_of
+from samestep.backends.replacing import replaced
 
 DRAWS = re.compile(
     "(?i)random|sample_|_sample$|shuffle|custom|native|_ndarray|^(uniform|normal)$|^_npi_(bernoulli|choice|exponential|gamma|gumbel|logistic|"
     "multinomial|normal|normal_n|pareto|powerd|rayleigh|uniform|uniform_n|weibull)$"
 )
 BUILT_IN = frozenset(get_all_registered_operators())
-INVOKE, INVOKE_GRAPH = "MXImperativeInvokeEx", "MXInvokeCachedOpEx"  # all operations come through these two
 
 
 def seed(key: int, context: Context) -> None:
@@ -49,53 +49,43 @@ def draws(name: str, settings: Mapping[str, str]) -> bool:
     return bool(DRAWS.search(name)) or name not in BUILT_IN
 
 
-def graph_draws(graph: Any) -> bool:
-    """Whether an operation of a symbol may, or one of the graphs inside it."""
-
-    def within(part: dict[str, Any]) -> bool:
-        nodes = [node for node in part["nodes"] if node["op"] != "null"]
-        return any(
-            draws(node["op"], node.get("attrs", {})) or any(map(within, node.get("subgraphs", []))) for node in nodes
-        )
-
-    return within(json.loads(graph.tojson()))
+def graph_draws(graph: dict[str, Any]) -> bool:
+    """Whether an operation of a graph may, or one of the graphs inside it."""
+    nodes = [node for node in graph["nodes"] if node["op"] != "null"]
+    inside = [part for node in nodes for part in node.get("subgraphs", [])]
+    return any(draws(node["op"], node.get("attrs", {})) for node in nodes) or any(map(graph_draws, inside))
 
 
 @functools.cache
-def _name(handle: int) -> str:
-    """The name of an operation."""
+def _suspect(handle: int) -> str | None:
+    """The name of an operation, if it may draw with some settings."""
     name = ctypes.c_char_p()
     check_call(_LIB.MXSymbolGetAtomicSymbolName(ctypes.c_void_p(handle), ctypes.byref(name)))
-    return (name.value or b"").decode()
-
-
-@functools.cache
-def _suspect(handle: int) -> bool:
-    """Whether an operation may draw with some settings."""
-    return draws(_name(handle), {"act_type": "rrelu"})
+    found = (name.value or b"unknown").decode()
+    return found if draws(found, {"act_type": "rrelu"}) else None
 
 
 class Graphs:
-    """Which compiled graphs of some blocks may draw."""
+    """Which compiled graphs of a model and of a loss may draw."""
 
-    def __init__(self, *blocks: Block) -> None:
-        self._blocks = blocks
+    def __init__(self, *given: Any) -> None:
+        self._blocks = [pair[1] for one in given if isinstance(one, Block) for pair in blocks_of(one)]
         # With the graph itself: once a graph is let go, another may get its handle.
         self._known: dict[int, tuple[Any, bool]] = {}
 
     def draw(self, handle: int) -> bool:
         if handle not in self._known:
-            for _, block in (pair for outer in self._blocks for pair in blocks_of(outer)):
+            for block in self._blocks:
                 compiled = getattr(block, "_cached_op", None)
                 if compiled is not None and compiled.handle.value == handle:
-                    self._known[handle] = compiled, graph_draws(block._cached_graph[1])
+                    self._known[handle] = compiled, graph_draws(json.loads(block._cached_graph[1].tojson()))
         return handle not in self._known or self._known[handle][1]
 
 
 @contextmanager
 def drawn_from(key: int, context: Context, graphs: Graphs) -> Iterator[None]:
     """While this lasts, what this thread draws on a context is drawn from a key."""
-    invoke, invoke_graph = getattr(_LIB, INVOKE), getattr(_LIB, INVOKE_GRAPH)
+    invoke, invoke_graph = _LIB.MXImperativeInvokeEx, _LIB.MXInvokeCachedOpEx  # all operations come through these two
     thread, waiting = threading.get_ident(), True
 
     def first() -> None:
@@ -104,9 +94,9 @@ def drawn_from(key: int, context: Context, graphs: Graphs) -> Iterator[None]:
         seed(key, context)
 
     def operation(handle: Any, *given: Any) -> int:
-        if waiting and _suspect(handle.value) and threading.get_ident() == thread:
-            settings = {name.decode(): value.decode() for name, value in zip(given[5], given[6], strict=True)}
-            if draws(_name(handle.value), settings):
+        if waiting and (name := _suspect(handle.value)) and threading.get_ident() == thread:
+            settings = {option.decode(): value.decode() for option, value in zip(given[5], given[6], strict=True)}
+            if draws(name, settings):
                 first()
         return int(invoke(handle, *given))
 
@@ -115,10 +105,5 @@ def drawn_from(key: int, context: Context, graphs: Graphs) -> Iterator[None]:
             first()
         return int(invoke_graph(handle, *given))
 
-    setattr(_LIB, INVOKE, operation)
-    setattr(_LIB, INVOKE_GRAPH, compiled)
-    try:
+    with replaced([(_LIB, "MXImperativeInvokeEx", operation), (_LIB, "MXInvokeCachedOpEx", compiled)]):
         yield
-    finally:
-        setattr(_LIB, INVOKE, invoke)
-        setattr(_LIB, INVOKE_GRAPH, invoke_graph)

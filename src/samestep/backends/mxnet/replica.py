@@ -1,9 +1,8 @@
 """One whole copy of a gluon model on one device: a shard's gradient as one flat vector.
 
 The trained weights are one flat vector, and the state is others, on the replica's *home*: in a run, a context of samestep's
-own. Lanes compute (lane.py), each on another context, with weights, gradients and state of their own. Weights and state
-are copied there from home. A context of the CPU is a thread of MXNet's engine: Python only says what is to be computed, and
-lanes compute side by side while it goes on. The engine keeps the order of all operations on one array.
+own. Lanes compute (lane.py), each on another context and so side by side, with weights, gradients and state of their own.
+Weights and state are copied there from home. The engine keeps the order of all operations on one array.
 
 State is what a block keeps in parameters that are not differentiable, such as the statistics of batch norm. Parameters that
 are merely frozen (grad_req "null") must not be written to. Nor must arrays that are attributes of a block: they begin every
@@ -13,7 +12,7 @@ shard as they were at the start of the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mxnet as mx
 import numpy as np
@@ -23,33 +22,23 @@ from mxnet.context import Context
 from mxnet.gluon import Block
 from mxnet.gluon.parameter import Parameter
 
-from samestep.backends.base import Array, Replica, Vector
+from samestep.backends.base import Array, Backend, Replica, Vector
 from samestep.backends.layout import Tensors
-from samestep.backends.mxnet.blocks import bare, check_parameters, copied, model_context, parameters_of
-from samestep.backends.mxnet.engine import numpy_view, soon
+from samestep.backends.mxnet.blocks import bare, check_parameters, copied, parameters_of
+from samestep.backends.mxnet.engine import idle_view, numpy_view, soon
 from samestep.backends.mxnet.flat import Flat
 from samestep.backends.mxnet.lane import Lane
-from samestep.backends.mxnet.noise import Graphs, drawn_from
+from samestep.backends.mxnet.noise import drawn_from
 from samestep.devices import Device
 from samestep.fingerprint import Fingerprint
-
-if TYPE_CHECKING:
-    from samestep.backends.base import Backend
 
 
 class MxnetReplica(Replica):
     def __init__(
-        self,
-        backend: Backend,
-        model: Block,
-        loss: Any,
-        device: Device,
-        shards: int,
-        home: Context,
-        contexts: Sequence[Context],  # of lanes
+        self, backend: Backend, model: Block, loss: Any, device: Device, shards: int, home: Context, *lanes: Context
     ) -> None:
         super().__init__(backend, loss, device, shards)
-        self._native, self._home, self._contexts = mx.cpu(device.index), home, list(contexts)
+        self._home, self._contexts = home, lanes
         self._turn = 0  # evaluations so far
         # By context, and whether it is for training: an evaluation may change the memory layout of weights.
         self._lanes: dict[tuple[Context, bool], Lane] = {}
@@ -57,7 +46,7 @@ class MxnetReplica(Replica):
         check_parameters(given)
         values = {name: p.list_data()[0].asnumpy() for name, p in given.items()}
         self._numpy = any(isinstance(p.list_data()[0], mxnp.ndarray) for p in given.values())
-        self._model = copied(model, bare, model_context(model))
+        self._model = copied(model, bare, home)
         self._parameters = parameters_of(self._model)
         first = {id(p): name for name, p in reversed(self._parameters.items())}  # a parameter may have several names
         self.names = {name: first[id(p)] for name, p in self._parameters.items()}
@@ -70,7 +59,7 @@ class MxnetReplica(Replica):
         self._constants = {name: values[name] for name in groups.pop("constant")}
         self.state = [Flat.of(names, values, home) for names in groups.values()]
         self.layouts = [flat.layout for flat in [self.weights, *self.state]]
-        self._fingerprint: Fingerprint | None = None
+        self._fingerprint = Fingerprint([idle_view(vector) for vector in self.vectors])  # they never move in memory
 
     @property
     def vectors(self) -> list[Vector]:
@@ -138,14 +127,12 @@ class MxnetReplica(Replica):
 
     def fingerprint(self) -> Vector:
         """By NumPy, when the engine has the weights: no operation of MXNet's takes numbers for their bits."""
-        number, vectors = nd.empty((1,), self._home, np.int64), self.vectors
+        number = nd.empty((1,), self._home, np.int64)
 
         def compute() -> None:
-            if self._fingerprint is None:
-                self._fingerprint = Fingerprint([numpy_view(vector) for vector in vectors])
             numpy_view(number)[:] = self._fingerprint()
 
-        soon(compute, self._home, vectors, [number])
+        soon(compute, self._home, self.vectors, [number])
         return number
 
     def leaves(self) -> list[tuple[str, Parameter, Array]]:
@@ -168,24 +155,20 @@ class MxnetReplica(Replica):
         self._lanes.clear()
 
     def model_of(self, tensors: Tensors) -> Block:
-        return self._copy(tensors, self._native)
+        return self._copy(tensors, mx.cpu(self.device.index))
 
     # Lanes
 
     def _lane(self, turn: int, training: bool) -> Lane:
         """A lane, ready for a shard."""
         context = self._contexts[turn % len(self._contexts)]
-        if (context, training) not in self._lanes:
-            self._lanes[context, training] = self._new_lane(context)
-        lane = self._lanes[context, training]
+        lane = self._lanes.get((context, training))
+        if lane is None:
+            block, state = self._copy(self.tensors(), context), [flat.twin(context) for flat in self.state]
+            lane = Lane(context, block, self.loss, self.layouts[0], state, list(self._constants), self.size)
+            self._lanes[context, training] = lane
         lane.begin(self.weights, self.state)
         return lane
-
-    def _new_lane(self, context: Context) -> Lane:
-        block = self._copy(self.tensors(), context)
-        state = [flat.twin(context) for flat in self.state]
-        graphs = Graphs(block, *([self.loss] if isinstance(self.loss, Block) else []))
-        return Lane(context, block, self.layouts[0], state, self._constants, self.size, graphs)
 
     def _copy(self, tensors: Tensors, context: Context) -> Block:
         """The user's block, copied around these tensors, on a context."""

@@ -19,10 +19,8 @@ class MxnetUpdater(NativeUpdater):
 
     def __init__(self, given: Any, replica: MxnetReplica, clip: float) -> None:
         super().__init__(replica, clip)
-        made = _made(given)
-        self._scheduler = made.lr_scheduler
-        self.optimizer = made = copy.deepcopy(made)
-        made.lr_scheduler = None  # the schedule sets the rate
+        self.optimizer = made = copy.deepcopy(_made(given))
+        self._scheduler, made.lr_scheduler = made.lr_scheduler, None  # the schedule sets the rate
         self._leaves = replica.leaves()
         made.param_dict = {i: about for i, (_, about, _) in enumerate(self._leaves)}  # for lr_mult and wd_mult
         self._state = [made.create_state_multi_precision(i, view) for i, (_, _, view) in enumerate(self._leaves)]

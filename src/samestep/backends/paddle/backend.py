@@ -3,24 +3,21 @@
 Only the CPU: nobody has run this on a GPU.
 
 Measured with Paddle 3.3.1: MKL's products have other bits on another number of threads. MKL takes no more threads than there
-are cores, unless it is told to; then the bits are those of `threads_per_shard`, on one core or on many. A Paddle without MKL
-computes every shard with one thread. Sums, embedding gradients and batch norm run in one thread in one order. All random
-operations draw from one generator (noise.py), except `class_center_sample`, which draws from the operating system and cannot
-be reproduced. A layer that has been through `paddle.jit.to_static` is computed compiled, one shard after the other, as Paddle
-switches the whole process while it builds a program. It gives the same bits and is not faster, so samestep compiles nothing
-by itself.
+are cores, unless it is told to. A Paddle without MKL computes every shard with one thread. Sums, embedding gradients and batch
+norm run in one thread in one order. All random operations draw from one generator (noise.py), except `class_center_sample`,
+which draws from the operating system and cannot be reproduced. A layer that has been through `paddle.jit.to_static` is computed
+compiled, one shard after the other, as Paddle switches the whole process while it builds a program. It gives the same bits and
+is not faster, so samestep compiles nothing by itself.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,17 +29,25 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 from samestep.backends.base import Backend, Task
 from samestep.backends.layout import Numbers
 from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.paddle import numerics
+from samestep.backends.paddle.content import content
+from samestep.backends.paddle.exact import check_optimizer, exact
 from samestep.backends.paddle.flat import CPU, Tensor, Vector, dtype_of, numpy_view
 from samestep.backends.paddle.noise import GENERATOR
+from samestep.backends.paddle.numerics import MKL
 from samestep.backends.paddle.replica import PaddleReplica
 from samestep.backends.paddle.updater import PaddleUpdater
+from samestep.backends.replacing import noted
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
 
 MORE = "more memory than there is"
 ASKED = re.compile(r"[Cc]annot allocate ([\d.]+ ?\w+)")
-IN_ONE_THREAD = {"FLAGS_new_executor_serial_run": True}  # a compiled layer, too, in the thread that calls it
-MKL = next((ctypes.CDLL(str(path)) for path in Path(paddle.__file__).parent.glob("libs/libmklml_intel.so")), None)
+FLAGS = {
+    "FLAGS_new_executor_serial_run": True,  # a compiled layer, too, in the thread that calls it
+    "FLAGS_use_stride_kernel": True,  # else a slice is a copy and not a view
+    "FLAGS_enable_unique_name": False,  # else parameters do not keep their names, by which optimizers know them
+}
 
 
 class PaddleBackend(Backend):
@@ -116,25 +121,36 @@ class PaddleBackend(Backend):
 
     # A run
 
+    require_portable = staticmethod(numerics.require_portable)
+    numerics = staticmethod(numerics.found)
+    content = staticmethod(content)
+
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         taken = threads if MKL else 1
         prepare = partial(core.set_num_threads, taken)
-        with self.workers.at_work(devices, threads, prepare), self._settings(), exactly(taken):
-            yield
+        replacing = exact() if self.portable else nullcontext()
+        try:
+            with self.workers.at_work(devices, threads, prepare), self._settings(), exactly(taken), replacing:
+                yield
+        finally:
+            self._in_turn = False
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        before, device, noise = paddle.get_flags(list(IN_ONE_THREAD)), paddle.get_device(), GENERATOR.get_state()
-        paddle.set_flags(IN_ONE_THREAD)
+        before, device, noise = paddle.get_flags(list(FLAGS)), paddle.get_device(), GENERATOR.get_state()
+        prim = core._is_eager_prim_enabled()  # of this thread alone
+        paddle.set_flags(FLAGS)
         paddle.set_device("cpu")
+        core.set_prim_eager_enabled(False)
         try:
-            yield
+            with paddle.enable_grad():  # a fit inside no_grad, too
+                yield
         finally:
+            core.set_prim_eager_enabled(prim)
             paddle.set_device(device)
             paddle.set_flags(before)
             GENERATOR.set_state(noise)
-            self._in_turn = False
 
     def map(self, tasks: Sequence[Task]) -> list[Any]:
         if not self._in_turn:
@@ -149,18 +165,18 @@ class PaddleBackend(Backend):
         dtype = check_weights(self.describe(model), map(dtype_of, weights))
         check_examples(name, x, dtype)
         if not all(p._is_initialized() for p in weights):
-            raise Invalid(
-                "the model was made under paddle.LazyGuard: call initialize() of each of its parameters first"
-            )
+            raise Invalid("the model was made under paddle.LazyGuard: call initialize() of each parameter first")
         modes = [(layer, layer.training, dict(layer._buffers)) for layer in model.sublayers(include_self=True)]
         noise = GENERATOR.get_state()
         model.eval()
         try:
-            with paddle.no_grad(), self.explained(), noting_compiled() as called:
+            with paddle.no_grad(), self.explained(), noted([(StaticFunction, "__call__")]) as called:
                 output = model(self.put(x, cpu()))
                 if loss is not None:
                     self.sum_of_losses(loss, output, self.put(y, cpu()))
             self._in_turn = bool(called) or any(isinstance(layer.forward, StaticFunction) for layer, *_ in modes)
+            if self._in_turn and self.portable:
+                raise Invalid("portable: a compiled layer may have other bits on other CPUs: leave out to_static")
         except (RuntimeError, ValueError, TypeError) as error:
             if x.dtype.kind != "f" and re.search("(?i)dtype|data ?type|type of data", str(error)):
                 raise convert(name, x, dtype) from error
@@ -181,7 +197,9 @@ class PaddleBackend(Backend):
             return PaddleReplica(self, model, loss, device, shards)
 
     def updater(self, optimizer: Any, replica: PaddleReplica, clip: float) -> PaddleUpdater:
-        return PaddleUpdater(optimizer, replica, clip)
+        updater = PaddleUpdater(optimizer, replica, clip)
+        check_optimizer(updater.optimizer, self.portable)
+        return updater
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
         if isinstance(scheduler, paddle.optimizer.lr.ReduceOnPlateau):
@@ -237,22 +255,6 @@ def exactly(threads: int) -> Iterator[None]:
         core.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # what Paddle starts with
         if MKL:
             MKL.MKL_Set_Dynamic(before)
-
-
-@contextmanager
-def noting_compiled() -> Iterator[list[Any]]:
-    """Notes the functions that have been through to_static while they are called."""
-    called, original = [], StaticFunction.__call__
-
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        called.append(self)
-        return original(self, *args, **options)
-
-    StaticFunction.__call__ = call
-    try:
-        yield called
-    finally:
-        StaticFunction.__call__ = original
 
 
 backend: Backend = PaddleBackend()

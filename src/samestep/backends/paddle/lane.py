@@ -28,16 +28,14 @@ class Lane:
     training: bool = True
 
     @staticmethod
-    def of(
-        layer: paddle.nn.Layer, homes: dict[str, Home], weights: Flat, state: list[Flat], constants: list[str]
-    ) -> Lane:
+    def of(layer: paddle.nn.Layer, homes: dict[str, Home], weights: Flat, state: list[Flat], fixed: list[str]) -> Lane:
         """A lane around this layer, which is in training mode and has its tensors in these homes."""
         layers = layer.sublayers(include_self=True)
         return Lane(
             layer,
             [homes[name][2] for name in weights.views],
             [(flat.vector, [homes[name] for name in flat.views]) for flat in state],
-            {name: (homes[name][2], homes[name][2].inplace_version) for name in constants},
+            {name: (homes[name][2], homes[name][2].inplace_version) for name in fixed},
             [one.training for one in layers],
             [(one._buffers, dict(one._buffers)) for one in layers],
         )

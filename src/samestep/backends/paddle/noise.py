@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from paddle.base import core
 
 from samestep.backends.noise import ALONE, APART, FREE, Noise, R, Result, T
+from samestep.backends.replacing import noted
 
 GENERATOR = core.default_cpu_generator()
+# What Python code can ask for that all threads share: the generator itself, hooks on saved tensors.
+SHARED = [(core, "default_cpu_generator"), (core.eager, "register_saved_tensors_hooks")]
 TWIN = type(GENERATOR)()  # draws the same numbers between shards: where the two differ, a model has drawn
 
 
@@ -24,7 +26,7 @@ class PaddleNoise(Noise):
     _drawing = threading.Lock()
 
     def first(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[int, Result[R]]:
-        with seeded(key), watched() as touched:
+        with seeded(key), noted(SHARED) as touched:
             before = state()
             outcome = forward()
             after = state()
@@ -63,26 +65,3 @@ def seeded(key: int) -> Iterator[None]:
 def state() -> str:
     """Where the generator stands: all words of its state, without the address that comes first."""
     return str(GENERATOR.get_state()).split(" ", 4)[4]
-
-
-@contextmanager
-def watched() -> Iterator[list[str]]:
-    """Notes what Python code asks for that all threads share: the generator itself, hooks on saved tensors."""
-    touched: list[str] = []
-    spied = [(core, "default_cpu_generator"), (core.eager, "register_saved_tensors_hooks")]
-
-    def noting(name: str, original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            touched.append(name)
-            return original(*args)
-
-        return call
-
-    before = [(module, name, getattr(module, name)) for module, name in spied]
-    try:
-        for module, name, original in before:
-            setattr(module, name, noting(name, original))
-        yield touched
-    finally:
-        for module, name, original in before:
-            setattr(module, name, original)

@@ -30,9 +30,7 @@ class PaddleUpdater(NativeUpdater):
         with self._one:
             made = _copied(given, leaves) if isinstance(given, paddle.optimizer.Optimizer) else self._made(given)
             if isinstance(made, paddle.optimizer.LBFGS):
-                raise WrongType(
-                    "LBFGS computes the loss several times in one update, which the Trainer does not: use another"
-                )
+                raise WrongType("LBFGS computes the loss several times in one update: use another optimizer")
             _check_parameters(made, self._parameters)
             self.optimizer, self._rate = made, made._learning_rate
             made._learning_rate = made.get_lr()  # a number, so that it can be set
@@ -58,9 +56,10 @@ class PaddleUpdater(NativeUpdater):
     def __repr__(self) -> str:
         about: dict[str, Any] = {name.strip("_"): value for name, value in sorted(vars(self.optimizer).items())
                  if isinstance(value, (bool, int, float, str)) and name != "_learning_rate"}  # fmt: skip
-        about |= {
-            name.strip("_"): str(getattr(self.optimizer, name, None)) for name in ("regularization", "_grad_clip")
-        }
+        beside = ("regularization", "_grad_clip")
+        about |= {name.strip("_"): str(getattr(self.optimizer, name, None)) for name in beside}
+        if choose := getattr(self.optimizer, "_apply_decay_param_fun", None):  # by names, which are not in the recipe
+            about["decayed"] = [bool(choose(p.name)) for p in self._parameters]
         about["groups"] = [{name: str(value) for name, value in group.items() if name != "params"}
                            for group in _groups_of(self.optimizer) if isinstance(group, dict)]  # fmt: skip
         return f"paddle.optimizer.{type(self.optimizer).__name__}({about}, state={of_weights(self._past)[:16]})"

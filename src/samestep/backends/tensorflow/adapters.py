@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from samestep.backends.layout import Numbers, Tensors
+from samestep.backends.names import anew, unnumbered
 from samestep.errors import Invalid, WrongType
 
 Tensor = Any
@@ -49,9 +49,9 @@ class KerasAdapter(Adapter):
     def __init__(self, model: keras.Layer) -> None:
         self.model = model
         trained = {id(variable) for variable in model.trainable_variables}
-        names = list(zip(keras_names(model), model.weights, strict=True))
-        self.trained = {name: v.value for name, v in names if id(v) in trained}
-        self.state = {name: v.value for name, v in names if id(v) not in trained}
+        named = list(zip(keras_names(model), model.weights, strict=True))
+        self.trained = {name: v.value for name, v in named if id(v) in trained}
+        self.state = {name: v.value for name, v in named if id(v) not in trained}
 
     def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
         output = self.model(x, training=train)
@@ -63,10 +63,7 @@ class KerasAdapter(Adapter):
         try:
             twin = self._made_again()
             if not twin.built:
-                if example is None:
-                    twin.build_from_config(self.model.get_build_config())
-                else:
-                    twin(example)
+                twin.build_from_config(self.model.get_build_config()) if example is None else twin(example)
             if [w.shape for w in twin.weights] != [w.shape for w in self.model.weights]:
                 raise Invalid("it then has other weights")
             if {id(v) for v in twin.variables} & {id(v) for v in self.model.variables}:
@@ -98,7 +95,9 @@ class ModuleAdapter(Adapter):
         if not callable(model):
             raise WrongType(f"a tf.Module must have __call__(x) to be trained, and {type(model).__name__} has none")
         self.trained, self.state = {}, {}
-        for path, leaf in model._flatten(predicate=is_leaf, with_path=True):
+        for path, leaf in model._flatten(
+            predicate=lambda one: isinstance(one, (tf.Variable, keras.Layer)), with_path=True
+        ):
             name = ".".join(map(str, path))
             if isinstance(leaf, keras.Layer):
                 inner = KerasAdapter(leaf)
@@ -108,8 +107,7 @@ class ModuleAdapter(Adapter):
                 (self.trained if leaf.trainable else self.state)[name] = leaf
         function = type(model).__call__
         function = getattr(function, "python_function", function)  # a tf.function is traced anew anyway
-        words = inspect.signature(function).parameters
-        self._words = [word for word in ("training", "train", "is_training") if word in words]
+        self._words = {"training", "train", "is_training"} & inspect.signature(function).parameters.keys()
         try:
             self._function = tf.autograph.to_graph(function)  # for conditions and loops over tensors
         except Exception:  # there is no source to read, as in an interactive session
@@ -122,46 +120,11 @@ class ModuleAdapter(Adapter):
         return copy.deepcopy(self.model)
 
 
-def is_leaf(thing: Any) -> bool:
-    return isinstance(thing, (tf.Variable, keras.Layer))
-
-
 def adapter_of(model: Any) -> Adapter:
     return KerasAdapter(model) if isinstance(model, keras.Layer) else ModuleAdapter(model)
 
 
 def keras_names(model: keras.Layer) -> list[str]:
-    """A name for each of the model's weights: its path, without the model's own name.
-
-    Keras numbers the layers that nobody named, such as dense_7, and goes on counting from model to model. Here each model
-    counts from the beginning, so that a second model of the same kind has weights of the same names.
-    """
-    layers = model._flatten_layers(include_self=False)
-    numbered = {layer.name: base for layer in layers for base in [snake(type(layer).__name__)]
-                if re.fullmatch(rf"{re.escape(base)}(_\d+)?", layer.name)}  # fmt: skip
-    renamed: dict[tuple[str, ...], str] = {}
-    taken: set[str] = set()
-    names = []
-    for weight in model.weights:
-        steps = weight.path.split("/")
-        steps, own = steps[1:] if steps[0] == model.name and len(steps) > 1 else steps, []
-        for i, step in enumerate(steps[:-1]):
-            path = tuple(steps[: i + 1])
-            if path not in renamed:
-                base = numbered.get(step, step)
-                same = [new for old, new in renamed.items() if old[:-1] == path[:-1] and numbered.get(old[-1]) == base]
-                renamed[path] = f"{base}_{len(same)}" if same else base
-            own.append(renamed[path])
-        name = wanted = "/".join([*own, steps[-1]])
-        number = 1
-        while name in taken:
-            name, number = f"{wanted}_{number}", number + 1
-        taken.add(name)
-        names.append(name)
-    return names
-
-
-def snake(name: str) -> str:
-    """Conv2DTranspose → conv2d_transpose, as Keras has it."""
-    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+    """A name for each of the model's weights: its path, without the model's own name and without Keras's numbers."""
+    layers = {(name := layer.name): unnumbered(name, type(layer).__name__) for layer in model._flatten_layers()}
+    return anew([weight.path for weight in model.weights], layers, model.name)

@@ -6,7 +6,6 @@ the same on any number of cores. Outside of a run, arrays are TensorFlow's.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,10 @@ import tensorflow as tf
 
 from samestep.backends.base import Backend
 from samestep.backends.layout import Numbers
-from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.losses import Shape, check_examples, check_weights, convert, wants_labels_first
+from samestep.backends.tensorflow import numerics
 from samestep.backends.tensorflow.adapters import adapter_of
+from samestep.backends.tensorflow.content import content
 from samestep.backends.tensorflow.graph import own_threads
 from samestep.backends.tensorflow.program import Program
 from samestep.backends.tensorflow.replica import TensorflowReplica
@@ -127,6 +128,11 @@ class TensorflowBackend(Backend):
 
     # A run
 
+    require_portable, content = staticmethod(numerics.require_portable), staticmethod(content)
+
+    def numerics(self, devices: Sequence[Device], portable: bool) -> dict[str, Any]:
+        return numerics.found(portable)
+
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         if devices[0].kind == "cuda":
@@ -172,8 +178,7 @@ class TensorflowBackend(Backend):
             for key, variable in adapter.variables.items():  # a tf.Module may count its calls
                 if not np.array_equal(variable.numpy(), before[key], equal_nan=True):
                     variable.assign(before[key])
-        weights = adapter_of(model).trained.values()
-        dtype = check_weights(self.describe(model), (variable.dtype.name for variable in weights))
+        dtype = check_weights(self.describe(model), (v.dtype.name for v in adapter_of(model).trained.values()))
         check_examples(name, x, dtype)
         return self.check_output(output, y, loss, dtype)
 
@@ -217,27 +222,15 @@ class TensorflowBackend(Backend):
 
 
 def logical(kind: str) -> int:
-    """How many devices of a kind there are; one may have been cut into several (tf.config.set_logical_device_configuration).
-
-    tf.config.list_logical_devices would start TensorFlow, after which nothing can be configured.
-    """
-    return sum(
-        len(tf.config.get_logical_device_configuration(one) or [one]) for one in tf.config.list_physical_devices(kind)
-    )
+    """How many devices of a kind there are. tf.config.list_logical_devices would start TensorFlow and end its configuration."""
+    cut = tf.config.get_logical_device_configuration
+    return sum(len(cut(one) or [one]) for one in tf.config.list_physical_devices(kind))
 
 
 def pool() -> int:
     """How many threads TensorFlow's own pool has."""
     asked = tf.config.threading.get_intra_op_parallelism_threads() or int(os.environ.get("TF_NUM_INTRAOP_THREADS", 0))
     return asked or cores()
-
-
-def wants_labels_first(loss: Any) -> bool:
-    """Keras's own losses are functions of (y_true, y_pred)."""
-    try:
-        return next(iter(inspect.signature(loss).parameters), "") == "y_true"
-    except (TypeError, ValueError):  # it has no signature
-        return False
 
 
 backend: Backend = TensorflowBackend()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from samestep.backends.tensorflow.numerics import computes_as_everywhere
 from samestep.errors import Invalid, NotDeterministic
 
 v1 = tf.compat.v1
@@ -30,12 +31,12 @@ ANEW = "cd2c89b7-88b7-44c8-ad83-06c2a9158347"
 SEEDS = ("seed_generator_state", "StateVar")  # the names of such variables: Keras's SeedGenerator, tf.random.Generator
 
 # Operations that draw from a state of their own → the same draw from a seed, which is the second input, after the shape.
-STATELESS = {
-    "RandomUniform": "StatelessRandomUniform",
-    "RandomStandardNormal": "StatelessRandomNormal",
-    "TruncatedNormal": "StatelessTruncatedNormal",
-    "RandomUniformInt": "StatelessRandomUniformInt",
-}
+STATELESS = {"RandomUniform": "StatelessRandomUniform", "RandomUniformInt": "StatelessRandomUniformInt",
+             "TruncatedNormal": "StatelessTruncatedNormal", "RandomStandardNormal": "StatelessRandomNormal"}  # fmt: skip
+# Operations that start from an estimate of the CPU's, where Intel's is not AMD's → two that do without, where there are.
+EXACT = {"Rsqrt": ("Sqrt", "RealDiv"), "Reciprocal": ("Identity", "RealDiv"), "Inv": ("Identity", "RealDiv"),
+         "Erfc": ("Erf", "Sub"), "Softmax": ("LogSoftmax", "Exp")}  # fmt: skip
+BY_CPU = {*EXACT, "Atan", "Atan2", "Erfinv", "Ndtri", "LRN", "LRNGrad"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def compiled(traced: Any, vectors: Sequence[Any], pieces: Sequence[Piece], threa
     """A function of (*vectors, key, *arguments of the traced function), of NumPy arrays, which threads may call at once."""
     definition = traced.graph.as_graph_def()
     drawing = draw_from_seeds(definition)
+    if computes_as_everywhere():
+        replace_estimates(definition)
     count = len(traced.inputs) - len(traced.captured_inputs)
     graph, constants = tf.Graph(), {}
     with graph.as_default():
@@ -118,9 +121,8 @@ def draw_from_seeds(definition: Any) -> list[str]:
             node.attr["Tseed"].type = tf.int64.as_datatype_enum
             for old in ("seed", "seed2", "Tout"):
                 node.attr.pop(old, None)
-            node.op, shape, rest = STATELESS[node.op], node.input[0], list(node.input[1:])
-            del node.input[:]
-            node.input.extend([shape, name, *rest])
+            node.op = STATELESS[node.op]
+            node.input[:1] = [node.input[0], name]
         else:
             refuse(node)
     for function in definition.library.function:
@@ -137,6 +139,24 @@ def refuse(node: Any) -> None:
         )
 
 
+def replace_estimates(definition: Any) -> None:
+    """For portable runs: 1 / sqrt(x), 1 / x, 1 - erf(x), exp(log(softmax(x))), each as more than one operation."""
+    for node in [node for node in definition.node if node.op in EXACT]:
+        first, node.op = EXACT[node.op]
+        one, inner = (definition.node.add(name=f"{node.name}_{op}", op=op) for op in ("Const", first))
+        one.attr["dtype"].CopyFrom(node.attr["T"])
+        one.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(1, node.attr["T"].type))
+        inner.attr["T"].CopyFrom(node.attr["T"])
+        inner.input.append(node.input[0])
+        node.input[:1] = [inner.name] if node.op == "Exp" else [one.name, inner.name]
+    parts = [definition.node, *(function.node_def for function in definition.library.function)]
+    for op in (node.op for part in parts for node in part):
+        if op in BY_CPU or op.startswith("FusedBatchNorm"):
+            raise Invalid(
+                f"portable: {op}, as used here, gives other bits on other CPUs: compute it from other operations"
+            )
+
+
 def session(graph: tf.Graph, threads: int) -> Any:
     """A session that computes in the thread that calls it, an operation with a fixed number of threads."""
     config = v1.ConfigProto(intra_op_parallelism_threads=threads, inter_op_parallelism_threads=-1)
@@ -150,12 +170,8 @@ def session(graph: tf.Graph, threads: int) -> Any:
 def own_threads() -> bool:
     """Whether sessions have pools of their own. Measured: if so, one thread and two sum in different orders."""
     array = np.random.Generator(np.random.Philox(key=0)).standard_normal((1 << 16, 16), np.float32)
-    results = set()
-    for threads in (1, 2):
-        graph = tf.Graph()
-        with graph.as_default():
-            given = v1.placeholder(tf.float32, array.shape)
-            total = tf.raw_ops.BiasAddGrad(out_backprop=given)
-        with session(graph, threads) as one:
-            results.add(one.run(total, {given: array}).tobytes())
-    return len(results) > 1
+    with tf.Graph().as_default() as graph:
+        given = v1.placeholder(tf.float32, array.shape)
+        total = tf.raw_ops.BiasAddGrad(out_backprop=given)
+    one, two = (session(graph, threads).run(total, {given: array}) for threads in (1, 2))
+    return bool((one != two).any())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from samestep import draws
 from samestep.backends.base import Backend
 from samestep.backends.layout import Layout, Numbers
 from samestep.backends.losses import check_weights
@@ -37,7 +38,7 @@ class Program:
     ) -> Numbers:
         with self._making:
             function = self._function(train, x, y)
-        (result,) = function(*vectors, halves(key), x, y, np.int32(shard))
+        (result,) = function(*vectors, draws.halves(key), x, y, np.int32(shard))
         return result
 
     def _function(self, train: bool, x: Numbers, y: Numbers) -> Compiled:
@@ -114,8 +115,3 @@ def layout_of(variables: Variables) -> Layout:
         raise WrongType(f"{name} is of type {first.dtype.name}: weights and state must be real or whole numbers")
     shapes = tuple(tuple(variable.shape) for variable in variables.values())
     return Layout(tuple(variables), shapes, first.dtype.name, real=np.dtype(first.dtype.name).kind == "f")
-
-
-def halves(key: int) -> Numbers:
-    """A key as two numbers of 32 bits, which is how TensorFlow takes a seed."""
-    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.int64)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from samestep.backends.base import Backend, Replica
-from samestep.backends.layout import ALIGN, Numbers, Tensors
+from samestep.backends.layout import Numbers, Tensors, aligned_copy
 from samestep.backends.tensorflow.adapters import adapter_of
 from samestep.backends.tensorflow.program import Program
 from samestep.devices import Device
@@ -54,16 +54,11 @@ class TensorflowReplica(Replica):
             own[:] = new
 
     def to_vector(self, numbers: Numbers) -> Numbers:
-        """A copy that begins at a multiple of ALIGN bytes: TensorFlow reads it where it is, without another copy."""
-        memory = np.empty(numbers.nbytes + ALIGN, np.uint8)
-        start = -memory.ctypes.data % ALIGN
-        vector = memory[start : start + numbers.nbytes].view(numbers.dtype)
-        vector[:] = numbers
-        return vector
+        return aligned_copy(numbers)  # so TensorFlow reads it where it is, without another copy
 
     def model_of(self, tensors: Tensors) -> Any:
         twin = self.program.adapter.copied(self.program.example)
-        for name, variable in adapter_of(twin).variables.items():
+        for name, variable in zip(self.program.adapter.variables, adapter_of(twin).variables.values(), strict=True):
             variable.assign(tensors[name])
         return twin
 

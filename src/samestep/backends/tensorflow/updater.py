@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from samestep import draws
 from samestep.backends.base import NativeUpdater
 from samestep.backends.layout import Numbers, Tensors
 from samestep.backends.tensorflow.graph import Compiled, Piece, compiled
-from samestep.backends.tensorflow.program import halves
 from samestep.backends.tensorflow.replica import TensorflowReplica
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
@@ -53,8 +53,7 @@ class TensorflowUpdater(NativeUpdater):
         if self._rate_index is not None:
             self.state[self._rate_index] = np.asarray(lr, self.state[self._rate_index].dtype)
         flat = [array.reshape(-1) for array in self.state]
-        no_noise = halves(0)  # optimizers draw nothing
-        parameters, *new = self._update(self.replica.parameters, *flat, no_noise, gradient)
+        parameters, *new = self._update(self.replica.parameters, *flat, draws.halves(0), gradient)  # they draw nothing
         self.state = [array.reshape(old.shape) for array, old in zip(new, self.state, strict=True)]
         self.replica.assign(parameters)
 
@@ -72,9 +71,7 @@ class TensorflowUpdater(NativeUpdater):
         traced = tf.function(update, autograph=False).get_concrete_function(flat)
         vectors = [flat, *(tf.TensorSpec((array.size,), array.dtype) for array in self.state)]
         weights = [Piece(v.value, 0, lo, hi) for v, (lo, hi) in zip(self._variables, layout.spans, strict=True)]
-        slots = [
-            Piece(v.value, i, 0, array.size) for i, (v, array) in enumerate(zip(variables, self.state, strict=True), 1)
-        ]
+        slots = [Piece(v.value, i, 0, a.size) for i, (v, a) in enumerate(zip(variables, self.state, strict=True), 1)]
         return compiled(traced, vectors, [*weights, *slots], self.replica.program.threads)
 
     def tensors(self) -> Tensors:

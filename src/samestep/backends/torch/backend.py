@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from samestep.backends.base import Backend, Task
 from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.torch import kernels, numerics
+from samestep.backends.torch.content import content
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.scheduler import read
 from samestep.backends.torch.updater import TorchUpdater
@@ -102,6 +105,9 @@ class TorchBackend(Backend):
 
     # A run
 
+    require_portable, content = staticmethod(numerics.require_portable), staticmethod(content)
+    numerics = staticmethod(numerics.found)
+
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         prepare = partial(torch.set_num_threads, threads)
@@ -111,6 +117,8 @@ class TorchBackend(Backend):
 
     @contextmanager
     def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
+        if torch.is_autocast_enabled(devices[0].kind):
+            raise Invalid("autocast around a fit reaches only some of the threads: use it in the model's forward")
         cudnn = torch.backends.cudnn
         before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
         flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
@@ -122,9 +130,14 @@ class TorchBackend(Backend):
         if devices[0].kind == "cpu":
             # Beside workers, one: the helper threads of a second team would spin between calls and take the workers' cores.
             torch.set_num_threads(1 if self.workers.there else threads)
+        mkldnn = torch._C._get_mkldnn_enabled()
         try:
-            yield
+            with kernels.of_every_cpu() if self.portable else nullcontext(), warnings.catch_warnings():
+                # Weights are views of one vector, which cuDNN would lay out in another way.
+                warnings.filterwarnings("ignore", "RNN module weights are not part")
+                yield
         finally:
+            torch._C._set_mkldnn_enabled(mkldnn)
             torch.set_num_threads(arithmetic_threads)
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory = flags
@@ -172,6 +185,10 @@ class TorchBackend(Backend):
     def replica(
         self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
     ) -> TorchReplica:
+        if self.portable and any(isinstance(layer, torch.nn.LSTM) for layer in model.modules()):
+            torch._C._set_mkldnn_enabled(False)  # its LSTM differs between CPUs; `_settings` puts this back
+        if self.portable and any(hasattr(layer, "_orig_mod") for layer in model.modules()):
+            raise Invalid("portable: torch.compile writes kernels for this CPU: leave it out")
         with self.explained():
             return TorchReplica(self, model, loss, device, shards, capture)
 

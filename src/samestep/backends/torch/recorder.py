@@ -4,11 +4,13 @@ The time of a small model's step goes into launching kernels, and S shards launc
 replays the same kernels on the same shapes, so the bits are the same as without it. A shard's result may depend only on
 weights, buffers, examples and key: a model that looks at anything else while it computes (a counter in Python, a number on
 the host) breaks samestep's contract. Some of this can be noticed: a model that reads the device or draws on the host while it
-computes is not recorded, but computed operation by operation.
+computes is not recorded, but computed operation by operation. So is one whose recording gives other bits than its operations,
+with a warning, and one with a layer that is known to keep state where no graph can see it (`keeps_state`).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,15 @@ import torch
 Compute = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 SHAPES = 8  # that are recorded for one replica; a graph keeps the memory of its shard
 WARM_UP = 3  # computations before recording: libraries set themselves up in the first ones
+
+
+def keeps_state(model: torch.nn.Module) -> bool:
+    """Whether a layer has state in a library that a graph would hold on to after it is gone.
+
+    cuDNN draws the dropout between the layers of an RNN from a state of its own, one for each GPU. When the generator is
+    seeded, which is so before every shard, the next call makes a new one, and a graph would still read the old one's memory.
+    """
+    return any(isinstance(m, torch.nn.RNNBase) and m.dropout > 0 and m.num_layers > 1 for m in model.modules())
 
 
 class Recorded:
@@ -43,11 +54,25 @@ class Recorder:
         self._recorded: dict[Any, Recorded] = {}
         self._pool: Any = None
 
-    def find(self, compute: Compute, x: torch.Tensor, y: torch.Tensor) -> Recorded | None:
+    def find(self, compute: Compute, x: torch.Tensor, y: torch.Tensor, seed: Callable[[], None]) -> Recorded | None:
+        """The recording for this shape, made and checked if it is a new one; `seed` sets the generator to the shard's key."""
         shape = x.shape, x.dtype, x.stride(), y.shape, y.dtype
         if self.wanted and shape not in self._recorded and len(self._recorded) < SHAPES:
             self._record(compute, x, y, shape)
+            if shape in self._recorded:
+                results = []
+                for way in (compute, self._recorded[shape]):
+                    seed()
+                    results.append([part.clone().view(torch.uint8) for part in way(x, y)])
+                if not all(map(torch.equal, *results)):
+                    self._give_up("its bits are not those of its operations: it depends on more than its arguments")
         return self._recorded.get(shape)
+
+    def _give_up(self, why: str = "") -> None:
+        self.wanted = False
+        self._recorded.clear()
+        if why:
+            warnings.warn(f"a shard's computation is not recorded on the GPU, and so slower: {why}", stacklevel=2)
 
     def _record(self, compute: Compute, x: torch.Tensor, y: torch.Tensor, shape: Any) -> None:
         side = torch.cuda.Stream()
@@ -64,10 +89,11 @@ class Recorder:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         spare = generator.clone_state()
         try:
-            self._recorded[shape] = Recorded(compute, x, y, self._pool)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # which is so if the model fails
+                self._recorded[shape] = Recorded(compute, x, y, self._pool)
         except RuntimeError as error:  # PyTorch has no class of its own for this
-            if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
+            if isinstance(error, torch.OutOfMemoryError):
                 raise
             generator.graphsafe_set_state(spare)  # the old one still believes that it is being recorded
-            self.wanted = False
-            self._recorded.clear()
+            self._give_up("" if "captur" in str(error) else str(error).splitlines()[0])

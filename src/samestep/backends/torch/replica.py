@@ -21,7 +21,7 @@ from samestep.backends.torch.fingerprint import VectorFingerprint
 from samestep.backends.torch.flat import Flat
 from samestep.backends.torch.lane import Lane
 from samestep.backends.torch.noise import TorchNoise, seed_gpu
-from samestep.backends.torch.recorder import Recorder
+from samestep.backends.torch.recorder import Recorder, keeps_state
 from samestep.devices import Device
 from samestep.shards import Span
 
@@ -64,7 +64,7 @@ class TorchReplica(Replica):
         self._making = threading.Lock()
         self._noise = TorchNoise()
         self._fingerprint = VectorFingerprint(self.vectors)
-        self._recorder = Recorder(capture)
+        self._recorder = Recorder(capture and not keeps_state(model))
         self._bands = bands_of(self.weights.layout, self.size)
 
     @property
@@ -135,8 +135,9 @@ class TorchReplica(Replica):
         if self._native.type != "cuda":
             return self._noise.compute(key, lambda: forward(x, y), backward)
         with torch.cuda.device(self._native):
-            recorded = self._recorder.find(all_of_it, x, y) if record else None
-            seed_gpu(key, self._native)
+            seed = partial(seed_gpu, key, self._native)
+            recorded = self._recorder.find(all_of_it, x, y, seed) if record else None
+            seed()
             return recorded(x, y) if recorded else backward(forward(x, y))
 
     def _laid_out(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

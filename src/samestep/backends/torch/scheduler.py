@@ -32,8 +32,7 @@ def read(scheduler: LRScheduler, n: int) -> list[float]:
     memo[id(optimizer.state)] = defaultdict(dict)
     twin = copy.deepcopy(scheduler, memo)
     rates: list[float] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no update is made between the steps
+    with warnings.catch_warnings(action="ignore"):  # that no update is made between the steps
         for t in range(n):
             if t:
                 twin.step()

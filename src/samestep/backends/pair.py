@@ -1,4 +1,4 @@
-"""`Pair`: a function with its parameters, as a model. Public as samestep.models.jax.Pair."""
+"""`Pair`: a function with its parameters, as a model of JAX. Public as samestep.models.jax.Pair."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ class Pair:
         return output
 
 
+Pair.__module__ = "samestep.models.jax"  # its public name, by which models of JAX are known
+
+
 def call(apply: Any, params: Any, state: Any, x: Any, key: Any, train: bool) -> tuple[Any, Any]:
     """(output, state) of a pair's function."""
     named = inspect.signature(apply).parameters
@@ -49,3 +52,11 @@ def call(apply: Any, params: Any, state: Any, x: Any, key: Any, train: bool) -> 
         return apply(params, x, **options), None
     output, new = apply(params, state, x, **options)
     return output, new
+
+
+def told(call: Callable[..., Any], train: bool) -> dict[str, bool]:
+    """The arguments that tell a function whether it trains: there are different names for them."""
+    named = inspect.signature(call).parameters
+    words = {"train": train, "training": train, "is_training": train,
+             "deterministic": not train, "use_running_average": not train}  # fmt: skip
+    return {word: value for word, value in words.items() if word in named}

@@ -93,7 +93,6 @@ def main() -> int:
     parser.add_argument("--mxnet", type=Path, help="the Python of MXNet's environment")
     parser.add_argument("--at-once", type=int, default=max(2, (os.cpu_count() or 2) // 2))
     options, rest = parser.parse_known_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, tests would not get it
     if rest:
         return subprocess.run([sys.executable, "-m", "pytest", *rest]).returncode
     todo = runs(options.mxnet if options.mxnet and options.mxnet.exists() else None)

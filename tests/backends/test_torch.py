@@ -420,21 +420,24 @@ def test_roots_of_portable_runs_are_exact_and_only_there() -> None:
     assert torch.equal(torch.sqrt(x), before)
 
 
-def test_products_of_portable_runs_are_those_of_onednn_and_only_there() -> None:
+def test_products_of_portable_runs_are_those_of_onednn_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from samestep.backends.torch import kernels
 
+    calls, product = [], kernels._product
+    monkeypatch.setattr(kernels, "_product", lambda *given: calls.append(given) or product(*given))
     torch.manual_seed(0)
     a, b, bias = torch.randn(37, 700), torch.randn(700, 41), torch.randn(41)
     by_onednn = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
     usual = torch.addmm(bias, a, b)
-    assert not torch.equal(usual, by_onednn)  # or nothing could be told from what follows
     with kernels.of_every_cpu():
         assert torch.equal(torch.addmm(bias, a, b), by_onednn)
         assert torch.equal(F.linear(a, b.t(), bias), by_onednn)
+        assert len(calls) == 2
         for x in (a, a.t().contiguous().t(), torch.stack([a, a], 2)[:, :, 0], torch.cat([a, a], 1)[:, :700]):
             torch.testing.assert_close((x @ b).double(), a.double() @ b.double(), rtol=0, atol=1e-3)
         one = torch.ones(()).expand(37, 41)  # such is the gradient of a sum
         torch.testing.assert_close(a.t() @ one, a.sum(0)[:, None].expand(700, 41), rtol=0, atol=1e-3)
+        assert len(calls) == 7
         # What is not oneDNN's is as it was: other types, scales and shapes, nothing at all, errors.
         assert (torch.ones(2, 0) @ torch.ones(0, 3)).tolist() == [[0.0] * 3] * 2
         assert (torch.ones(0, 2) @ torch.ones(2, 3)).shape == (0, 3)
@@ -445,6 +448,7 @@ def test_products_of_portable_runs_are_those_of_onednn_and_only_there() -> None:
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             torch.ones(2, 3) @ torch.ones(2, 3)
     assert torch.equal(torch.addmm(bias, a, b), usual)
+    assert len(calls) == 7
 
 
 def test_a_compiled_model_is_not_portable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,8 @@ class ResNet18(Named):
             var.assign(var * 0.9 + spread * (0.1 * n / (n - 1)))  # running statistics take the variance with n - 1
             self.w[f"{name}.num_batches_tracked"].assign_add(1)
         weight, bias = (self.w[f"{name}.{kind}"].value for kind in ("weight", "bias"))
-        return tf.nn.batch_normalization(
-            x, here, spread, bias, weight, 1e-5
-        )  # the fused one has other bits on other CPUs
+        # Not TensorFlow's fused operation: that has other bits on other CPUs.
+        return tf.nn.batch_normalization(x, here, spread, bias, weight, 1e-5)
 
     def residual(self, name: str, x: Tensor, stride: int, training: bool) -> Tensor:
         y = tf.nn.relu(self.norm(f"{name}.norm1", self.conv(f"{name}.conv1", x, stride, 1), training))

@@ -1,7 +1,7 @@
-"""Kernels for portable runs in place of MKL's, which differ from CPU to CPU. docs/numerics.md tells what was measured.
+"""Kernels for portable runs in place of MKL's, which differ from CPU to CPU. docs/numerics.md tells where it was shown.
 
-Square roots by NumPy, which are exact everywhere: of 1,000 of MKL's in float32, 158 to 174 were seen to be one bit off, others
-on each kind of CPU. Products of float32 matrices by oneDNN at AVX2: MKL has a branch for all CPUs, which takes twice as long.
+Square roots by NumPy, which are exact everywhere: many of MKL's are one bit off, and others on each kind of CPU. Products of
+float32 matrices by oneDNN at AVX2: MKL has a branch for all CPUs, but that is slower.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 # make check   lint, formatting, types
 # make bench   the cost of sameness, checkpoints and exchange on this machine, and the tables in README.md
 # make chaos   a hundred kills at random moments, each resumed elsewhere: same bits in the end
+# make mutants a hundred random changes to the core, which the tests must notice; hours on two cores
 #
 # Each makes the environments it needs, once; interrupt and repeat at will.
 
@@ -14,7 +15,7 @@ BIN    := $(VENV)/bin
 into    = $(PYTHON) -m venv --without-pip $(1) && \
 	$(PYTHON) -m pip --disable-pip-version-check --python $(1)/bin/python install --quiet
 
-.PHONY: train test check bench chaos clean
+.PHONY: train test check bench chaos mutants clean
 
 train: $(VENV)/train.done
 	$(BIN)/samestep train --portable $(ARGS)
@@ -40,6 +41,9 @@ chaos: $(VENV)/test.done
 	$(BIN)/python benchmarks/chaos.py
 	$(BIN)/python benchmarks/tables.py
 
+mutants: $(VENV)/mutants.done
+	$(BIN)/python tests/mutants.py $(ARGS)
+
 $(VENV)/train.done: pyproject.toml constraints.txt
 	$(call into,$(VENV)) -c constraints.txt -e '.[torch]'
 	@touch $@
@@ -47,6 +51,10 @@ $(VENV)/train.done: pyproject.toml constraints.txt
 $(VENV)/test.done: pyproject.toml constraints.txt
 	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,mpi,plot,dev]'
 	@touch $@ $(VENV)/train.done
+
+$(VENV)/mutants.done: $(VENV)/test.done
+	$(call into,$(VENV)) -c constraints.txt -e '.[mutants]'
+	@touch $@
 
 # MXNet 1.9.1 has wheels for Linux only; where there is none, the tests that need it are skipped and say so.
 $(MXNET)/test.done: pyproject.toml constraints-mxnet.txt

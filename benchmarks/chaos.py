@@ -128,7 +128,7 @@ def one_run(
             ranks = [chance.choice(ranks)]
         since = time.time()
         with Start(job, way, folder, every=1) as start:
-            hit = bool(moment) and start.until(reached(start, moment, step)) and start.kill(ranks)
+            hit = bool(moment) and start.until(reached(start, moment, step)) and start.lose(ranks)
             status = start.wait()
         if kill:
             kill.resumed = went_on(folder, since)

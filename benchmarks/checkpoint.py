@@ -82,7 +82,7 @@ def large(millions: int) -> dict:
     finally:
         Writer.submit = submit  # type: ignore[method-assign]
     steps = run.history[0]["seconds"] / 8
-    # the first checkpoints allocate their memory, as the first copy does
+    # without the first few, in which files and memory are new
     return {"name": f"{millions} M weights", "step": 1e3 * steps, "waits": 1e3 * statistics.median(waits[3:]),
             "copy": 1e3 * statistics.median(copies[3:])}  # fmt: skip
 

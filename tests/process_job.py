@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samestep as ss
 from samestep import draws
-from samestep.backends.torch import bands as torch_bands
+from samestep.backends import layout as layouts
 from samestep.backends.torch.backend import backend as torch_backend
 from samestep.backends.torch.replica import TorchReplica
 from samestep.devices import cpu
@@ -158,13 +158,13 @@ def trained(name: str, folder: Path, devices: int, **settings: Any) -> tuple[ss.
     given = {"max_epochs": 2, "batch_size": 16, "schedule": 0.1, "progress": False, "devices": ["cpu"] * devices}
     torch.manual_seed(0)
     model, examples = make(), load(folder)
-    before, torch_bands.LEAST = torch_bands.LEAST, band or torch_bands.LEAST
+    before, layouts.LEAST = layouts.LEAST, band or layouts.LEAST
     try:
         bands = len(torch_backend.replica(model, None, cpu(), 8).bands)
         trainer = ss.Trainer(**{**given, **own, **settings})
         return trainer, examples, trainer.fit(model, examples), bands
     finally:
-        torch_bands.LEAST = before
+        layouts.LEAST = before
 
 
 def outcome(result: ss.Run) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def overlap(folder: Path, devices: int = 1, deadline: float = DEADLINE) -> dict[
 
     Across.sum, StepAcross._added = summing, adding  # type: ignore[method-assign]
     TorchReplica._compute = computing  # type: ignore[method-assign]
-    torch_bands.LEAST = SMALL
+    layouts.LEAST = SMALL
     return {"run": outcome(pausing(pause, devices)), "told": told}
 
 
@@ -410,6 +410,9 @@ def twin(name: str) -> None:
             return swap(self, sends, receives)
 
         TorchWorld.swap = losing  # type: ignore[method-assign]
+    elif name == "computes wrongly":
+        gradient = TorchReplica.gradient
+        TorchReplica.gradient = lambda *given: gradient(*given) * (1 + rank / 1e6)  # type: ignore[method-assign]
     elif name == "shuffles by rank":
         order = draws.order
         draws.order = lambda seed, *rest: order(seed + rank, *rest)

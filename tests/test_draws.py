@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.draws import SAMPLINGS, evaluation_keys, keys, keys_from, order
+from samestep.draws import SAMPLINGS, evaluation_keys, keys_from, order
 from samestep.errors import Invalid
 
 properties = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 seeds = st.integers(0, 2**64 - 1)
+
+
+def keys(seed: int, step: int, shards: int) -> list[int]:
+    return next(keys_from(seed, step, shards))
+
 
 # The order of examples
 
@@ -136,6 +142,6 @@ def test_keys_one_step_after_the_other_are_those_of_each_step(seed: int, step: i
 def test_an_order_of_equal_draws_is_that_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick sort may not decide between equal draws: they keep the order of the examples."""
     drawn = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint64)
-    monkeypatch.setattr("samestep.draws._draws", lambda *about: drawn)
+    monkeypatch.setattr("samestep.draws._philox", lambda *about: SimpleNamespace(random_raw=lambda count: drawn))
     assert order(0, 0, 1000).tolist() == sorted(range(1000), key=lambda i: (drawn[i], i))
     assert np.argsort(drawn).tolist() != order(0, 0, 1000).tolist()  # what it would be

@@ -23,6 +23,13 @@ def test_fingerprints_against_whole_numbers_of_python(n: int, dtype: torch.dtype
     assert int(VectorFingerprint([vector])()) % (1 << 64) == total
 
 
+def test_vectors_on_another_device_are_not_brought_to_the_host() -> None:
+    """The device "meta" has no numbers, so to read them is an error."""
+    for n in (5, 9000):
+        there = VectorFingerprint([torch.empty(n, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")])()
+        assert (there.device.type, there.dtype, there.shape) == ("meta", torch.int64, (1,))
+
+
 def test_the_fingerprint_of_a_step_tells_places_apart() -> None:
     prints = set()
     for place in (

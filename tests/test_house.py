@@ -19,7 +19,7 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
 # Imports go from a floor to the same one or to those above it in this list.
 FLOORS = [
     {"errors", "checks"},
-    {"shards", "draws", "fingerprint", "devices", "content", "portable"},
+    {"shards", "draws", "fingerprint", "devices", "content", "portable", "signals"},
     {"processes", "backends", "data", "optimizers", "schedules"},
     {"models", "runs"},
     {"training"},

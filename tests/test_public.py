@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +45,27 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'samestep' has no attribute 'Trainor'$"):
         samestep.Trainor  # noqa: B018
     assert not hasattr(samestep, "torch")
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: samestep.sgd(momentum=0.9), "momentum"),
+        (lambda: samestep.adagrad(), "eps"),
+        (lambda: samestep.adam(), "beta1"),
+        (lambda: samestep.sgld(), "temperature"),
+        (lambda: samestep.swa(2), "start"),
+        (lambda: samestep.cosine(0.3, 20).warmup(5), "op"),
+        (lambda: samestep.gpu(1), "index"),
+    ],
+)
+def test_what_a_recipe_is_made_of_is_a_value(make: Callable[[], Any], field: str) -> None:
+    """It cannot be changed after the recipe was written, and it is equal to another one that was made alike."""
+    value = make()
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, field, getattr(value, field))
+    assert (value, hash(value)) == (make(), hash(make()))
+    assert value is not make()
 
 
 def imported_by(code: str, names: tuple[str, ...]) -> list[str]:

@@ -28,7 +28,7 @@ __all__ = [  # noqa: F405
 _WHERE = {
     "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
     "data.examples": ["Data"],
-    "data.fashion": ["fashion_mnist"],
+    "d2l.fashion": ["fashion_mnist"],
     "devices": ["Device", "cpu", "gpu"],
     "errors": ["SamestepError"],
     "optimizers.averaging": ["path_average", "swa"],
@@ -42,8 +42,8 @@ _NAMES = dict.fromkeys(__all__, "schedules") | {name: module for module, names i
 if TYPE_CHECKING:
     from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
     from samestep.d2l.by_hand import allreduce, replicate, split_batch
+    from samestep.d2l.fashion import fashion_mnist
     from samestep.data.examples import Data
-    from samestep.data.fashion import fashion_mnist
     from samestep.devices import Device, cpu, gpu
     from samestep.errors import SamestepError
     from samestep.optimizers.averaging import path_average, swa

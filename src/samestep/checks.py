@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import numpy as np
 
 from samestep.errors import Invalid, WrongType
 
 MOST = 2**53  # every whole number up to here is exact in float64
+Check = Callable[[str, str, Any], Any]  # of one argument: where, name and value to the value kept
 
 
 def show(value: object) -> str:
     """A value in one line of bearable length."""
-    text = " ".join(repr(value.tolist() if isinstance(value, np.ndarray) else value).split())
+    try:
+        text = " ".join(repr(value.tolist() if isinstance(value, np.ndarray) else value).split())
+    except Exception:  # a number of too many digits, among others
+        text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -79,6 +84,18 @@ def above_zero(where: str, name: str, value: Any) -> float:
     return result
 
 
+def below_one(where: str, name: str, value: Any) -> float:
+    result = number(where, name, value)
+    _require(result < 1, where, name, "below 1", result)
+    return result
+
+
+def share(where: str, name: str, value: Any) -> float:
+    result = number(where, name, value)
+    _require(result <= 1, where, name, "at most 1", result)
+    return result
+
+
 def at_most(where: str, name: str, value: float, other: str, limit: float) -> None:
     if value > limit:
         raise Invalid(f"{_at(where)}{name} must be at most {other}, got {name}={value} and {other}={limit}")
@@ -107,7 +124,43 @@ def boundaries(where: str, name: str, values: Any) -> tuple[int, ...]:
     return result
 
 
+def texts(where: str, name: str, value: Any) -> tuple[str, ...]:
+    """A list of texts, or one text with commas between."""
+    found = value.split(",") if isinstance(value, str) else _listed(where, name, value)
+    _require(all(isinstance(text, str) for text in found), where, name, "texts", value, WrongType)
+    return tuple(found)
+
+
 def _listed(where: str, name: str, values: Any) -> list[Any]:
     right = values.ndim == 1 if isinstance(values, np.ndarray) else isinstance(values, (list, tuple, range))
-    _require(right, where, name, "a list of numbers", values, WrongType)
+    _require(right, where, name, "a list", values, WrongType)
+    _require(len(values) <= 10**8, where, name, "shorter", values)  # what fits into memory
     return list(values)
+
+
+# Checks that stand beside the types of a function's arguments
+
+
+def one_of(*choices: str) -> Check:
+    return partial(choice, choices=choices)
+
+
+Rate = Annotated[float, number]
+AboveZero = Annotated[float, above_zero]
+BelowOne = Annotated[float, below_one]
+Share = Annotated[float, share]
+Steps = Annotated[int, whole]  # 0 or more
+Count = Annotated[int, partial(whole, least=1)]
+Flag = Annotated[bool, flag]
+
+
+@cache
+def checks(function: Callable[..., Any]) -> dict[str, Check]:
+    """How the arguments of a function are checked: the second part of each Annotated[type, check]."""
+    hints = get_type_hints(function, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
+def checked(where: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function was given, each as its check returns it."""
+    return {name: check(where, name, given[name]) for name, check in checks(function).items()}

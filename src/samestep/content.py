@@ -13,6 +13,7 @@ import copyreg
 import dis
 import functools
 import hashlib
+import itertools
 import re
 import sys
 import types
@@ -27,11 +28,18 @@ import numpy as np
 MOST = 1_000  # parts that are told one by one
 WHOLE = 2**28  # bytes of an array that are all hashed; of a larger one, 1,024 rows or fewer
 PLAIN = (type(None), bool, int, float, complex, str, type(...), type(NotImplemented))
+IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc)
+# What objects of these kinds are made of.
+MADE_OF = {
+    types.MethodType: ("__func__", "__self__"), functools.partial: ("func", "args", "keywords"), staticmethod: ("__func__",),
+    classmethod: ("__func__",), property: ("fget", "fset", "fdel"), functools.cached_property: ("func",),
+}  # fmt: skip
 SPACES = (types.ModuleType, types.SimpleNamespace, argparse.Namespace)  # of which a function's names say what it uses
 # What a class has from Python and what decides nothing: texts, places in a file, types of arguments.
 BESIDES = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__",
            "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__", "__dataclass_params__",
-           "__dataclass_fields__", "__match_args__"}  # fmt: skip
+           "__dataclass_fields__", "__match_args__", "__slotnames__"}  # fmt: skip
+OURS = {*sys.stdlib_module_names, "samestep"}  # what the recipe's own entries say the version of
 PACKAGES = {"site-packages", "dist-packages"}  # folders in which what pip or Debian installed lies
 
 
@@ -61,10 +69,9 @@ def divided(attributes: dict[str, Any], layer: type | tuple[type, ...]) -> tuple
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
             inside = {f"{name}.{key}": one for key, one in pairs}
         below = {key: one for key, one in inside.items() if isinstance(one, layer)}
+        rest = {key: one for key, one in inside.items() if key not in below}
         layers |= below
-        state[name] = (
-            value if not below else [type(value), {key: one for key, one in inside.items() if key not in below}]
-        )
+        state[name] = [type(value), rest] if below else value
     return state, layers
 
 
@@ -99,7 +106,7 @@ class Content:
     # One object
 
     def _of(self, thing: Any, where: str) -> bytes:
-        if type(thing) in PLAIN:
+        if type(thing) in PLAIN or isinstance(thing, (np.dtype, np.generic)):
             return _hash(type(thing).__name__, repr(thing).encode())
         if isinstance(thing, (bytes, bytearray)):
             return _hash("bytes", bytes(thing))
@@ -123,26 +130,15 @@ class Content:
             return self._code(thing, thing.co_consts)
         if isinstance(thing, types.ModuleType):
             return _hash("module", _named(thing))
-        if isinstance(
-            thing, (types.BuiltinFunctionType, np.ufunc, types.MethodDescriptorType, types.WrapperDescriptorType)
-        ):
+        if isinstance(thing, IN_C):
             return self._in_c(thing, where)
-        if isinstance(thing, types.MethodType):
-            return self._all("method", [thing.__func__, thing.__self__], where)
-        if isinstance(thing, functools.partial):
-            return self._all("partial", [thing.func, thing.args, thing.keywords], where)
-        if isinstance(thing, (staticmethod, classmethod)):
-            return self._all(type(thing).__name__, [thing.__func__], where)
-        if isinstance(thing, property):
-            return self._all("property", [thing.fget, thing.fset, thing.fdel], where)
-        if isinstance(thing, functools.cached_property):
-            return self._all("property", [thing.func], where)
+        for kind, names in MADE_OF.items():
+            if isinstance(thing, kind):
+                return self._all(kind.__name__, [getattr(thing, name) for name in names], where)
         if isinstance(thing, np.ndarray) and thing.dtype != object:
             about = f"{thing.dtype.str} {thing.shape}".encode()
             part = thing if thing.nbytes <= WHOLE else thing[:: -(-len(thing) // 1024)]
             return _hash("array", about, hashlib.sha256(np.ascontiguousarray(part).data).digest())
-        if isinstance(thing, (np.dtype, np.generic)):
-            return _hash(type(thing).__name__, repr(thing).encode())
         if isinstance(thing, (set, frozenset)):
             return _hash(type(thing).__name__, *sorted(self._of(one, where) for one in thing))
         if type(thing) in (list, tuple):
@@ -199,9 +195,8 @@ class Content:
             attributes = {name: value for name, value in vars(function).items() if name != "__wrapped__"}
             parts = (function.__defaults__, function.__kwdefaults__, attributes)
             digests = [self._code(code, text), *(self._of(part, where) for part in parts), *closed()]
-            return _hash(
-                "function", *digests, *self._globals(function.__globals__, _names(code), where, _globals_in(code))
-            )
+            digests += self._globals(function.__globals__, *_names(code), where)
+            return _hash("function", *digests)
 
         if _is_installed(function.__module__):
             return _hash("function", _named(function), *closed())
@@ -210,18 +205,16 @@ class Content:
     def _part(self, name: str, own: Callable[[], bytes]) -> bytes:
         """A part with a name of its own. Whoever refers to it knows only the name, so that what was changed is told once."""
         name = re.sub(r"(?<![^ ])\S*<locals>\.", "", name)
-        number = next(n for n in range(1, len(self.parts) + 2) if _numbered(name, n) not in self.parts)
-        name = _numbered(name, number)
+        numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+        name = next(one for one in numbered if one not in self.parts)
         self.parts[name] = ""
         self.parts[name] = own().hex()[:16]
         return _hash("part", name.encode())
 
-    def _globals(
-        self, space: dict[str, Any], names: list[str], where: str, used: Iterable[str] | None = None
-    ) -> list[bytes]:
-        """Those of a function's names that are in a space; at first those that the function looks up there."""
+    def _globals(self, space: dict[str, Any], used: list[str], names: list[str], where: str) -> list[bytes]:
+        """What a function uses of a space: those names that it looks up there. `names` are all that it has."""
         found = []
-        for name in names if used is None else used:
+        for name in used:
             if name in space and not (name.startswith("__") and name.endswith("__")):
                 found += [name.encode(), *self._used(space[name], names, f"{where}, {name}")]
         return found
@@ -232,11 +225,11 @@ class Content:
             return [self._of(value, where)]
         if isinstance(value, types.ModuleType) and _is_installed(value.__name__):
             return [_hash("module", _named(value))]
-        return self._globals(vars(value), [name for name in names if vars(value).get(name) is not value], where)
+        names = [name for name in names if vars(value).get(name) is not value]
+        return self._globals(vars(value), names, names, where)
 
     def _code(self, code: types.CodeType, constants: tuple[Any, ...]) -> bytes:
-        inner = [self._code(part, part.co_consts) if isinstance(part, types.CodeType) else self._of(part, code.co_name)
-                 for part in constants]  # fmt: skip
+        inner = [self._of(part, code.co_name) for part in constants]
         names = (*code.co_names, "|", *code.co_varnames, "|", *code.co_freevars, "|", *code.co_cellvars)
         about = f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount} {code.co_flags} {names}"
         return _hash("code", code.co_code, about.encode(), getattr(code, "co_exceptiontable", b""), *inner)
@@ -246,9 +239,8 @@ class Content:
         home = getattr(thing, "__self__", None)
         if home is not None and not isinstance(home, types.ModuleType):
             return self._all("method", [thing.__name__, home], where)
-        module = getattr(thing, "__module__", None) or getattr(
-            getattr(thing, "__objclass__", None), "__module__", "numpy"
-        )
+        owner = getattr(thing, "__objclass__", None)
+        module = getattr(thing, "__module__", None) or getattr(owner, "__module__", "numpy")
         if not _is_installed(module):
             return self._unknown(thing, where)
         return _hash("function", f"{module}.{thing.__name__} {_version(module)}".encode())
@@ -266,10 +258,6 @@ def _hash(kind: str, *parts: bytes) -> bytes:
     return digest.digest()
 
 
-def _numbered(name: str, number: int) -> str:
-    return name if number == 1 else f"{name} {number}"
-
-
 def _content_of(cell: Any) -> Any:
     try:
         return cell.cell_contents
@@ -277,24 +265,21 @@ def _content_of(cell: Any) -> Any:
         return "empty"
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in some code, and in the functions inside it."""
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
-
-
-def _globals_in(code: types.CodeType) -> list[str]:
-    """The names that some code looks up as globals."""
-    own = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _globals_in(part)]
-    return list(dict.fromkeys([*own, *inner]))
+def _names(code: types.CodeType) -> tuple[list[str], list[str]]:
+    """The names that some code looks up as globals; and all of globals and attributes. With the functions inside it."""
+    steps = dis.get_instructions(code)
+    used, names = [step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")], [*code.co_names]
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            used, names = used + _names(part)[0], names + _names(part)[1]
+    return list(dict.fromkeys(used)), list(dict.fromkeys(names))
 
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
     """Whether a module belongs to Python, to an installed package, or to samestep, and so is known by a version."""
     root = str(module).partition(".")[0]
-    if root == "samestep" or root in sys.stdlib_module_names:
+    if root in OURS:
         return root != "__main__"
     found = sys.modules.get(str(module)) or sys.modules.get(root)
     return not PACKAGES.isdisjoint(Path(getattr(found, "__file__", None) or "").parts)
@@ -310,7 +295,7 @@ def _named(thing: Any) -> bytes:
 def _version(module: str) -> str:
     """The version of the package that a module belongs to. Python's own is recorded elsewhere."""
     root = module.partition(".")[0]
-    if root in sys.stdlib_module_names or root == "samestep":
+    if root in OURS:
         return ""
     version = getattr(sys.modules.get(root), "__version__", None)
     try:

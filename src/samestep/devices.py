@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.checks import whole
+from samestep.checks import show, whole
 from samestep.errors import Invalid, WrongType
 from samestep.shards import cut
 
@@ -41,11 +41,11 @@ class Device:
         if isinstance(name, Device):
             return name
         if isinstance(name, str) or type(name).__name__ == "device":  # torch.device prints as its name
-            match = re.fullmatch(r"(cpu|cuda|gpu)(?::(\d+))?", str(name))
+            match = re.fullmatch(r"(cpu|cuda|gpu)(?::(\d{1,9}))?", str(name))
             if match:
                 return Device("cpu" if match[1] == "cpu" else "cuda", int(match[2] or 0))
             raise Invalid(f"unknown device {str(name)!r}: use 'cpu', 'cuda' or 'cuda:i'")
-        raise WrongType(f"a device is a name such as 'cpu' or 'cuda:1', got {name!r}")
+        raise WrongType(f"a device is a name such as 'cpu' or 'cuda:1', got {show(name)}")
 
     def __str__(self) -> str:
         return "cpu" if self == Device("cpu") else f"{self.kind}:{self.index}"
@@ -96,12 +96,12 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
     if isinstance(asked, str):
         if asked == "auto":
             return (gpus or [cpu()])[:shards]
-        asked = int(asked) if asked.isdecimal() else [name.strip() for name in asked.split(",")]
+        asked = int(asked) if re.fullmatch(r"\d{1,9}", asked) else [name.strip() for name in asked.split(",")]
     if isinstance(asked, int):
         if asked < 1:
-            raise Invalid(f"devices must be at least 1, got {asked}")
+            raise Invalid(f"devices must be at least 1, got {show(asked)}")
         pool = gpus or [device for device in there if device.kind == "cpu"]
-        chosen = [pool[i % len(pool)] for i in range(asked)]
+        chosen = [pool[i % len(pool)] for i in range(min(asked, shards + 1))]
     else:
         chosen = [Device.of(name) for name in (asked if isinstance(asked, Sequence) else [asked])]
     if not chosen:
@@ -109,12 +109,9 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
     for device in chosen:
         backend.require(device)
     if len({device.kind for device in chosen}) > 1:
-        raise Invalid(
-            f"devices must be of one kind, got {', '.join(map(str, chosen))}: a CPU and a GPU round differently, "
-            "so the result would depend on who computes what"
-        )
-    if len(chosen) > shards:
-        raise Invalid(
-            f"{len(chosen)} devices need at least {len(chosen)} shards, got shards={shards}: raise shards or use fewer devices"
-        )
+        names = ", ".join(map(str, chosen))
+        raise Invalid(f"devices must be of one kind, got {names}: a CPU and a GPU round differently")
+    if (count := asked if isinstance(asked, int) else len(chosen)) > shards:
+        need = f"{show(count)} devices need at least {show(count)} shards"
+        raise Invalid(f"{need}, got shards={shards}: raise shards or use fewer devices")
     return chosen

@@ -15,15 +15,11 @@ from numpy.typing import NDArray
 from samestep.errors import Invalid
 
 SAMPLINGS = ("without_replacement", "with_replacement")
-_ORDER, _NOISE, _EVALUATION, _LANGEVIN = 1, 2, 3, 4
-
-
-def _draws(seed: int, purpose: int, index: int, count: int) -> NDArray[np.uint64]:
-    # The key says which stream, the upper half of the counter where in it: no two (purpose, index) overlap.
-    return np.asarray(_philox(seed, purpose, index).random_raw(count), dtype=np.uint64)
+_ORDER, _NOISE, _EVALUATION, _LANGEVIN, _CHECK = 1, 2, 3, 4, 5
 
 
 def _philox(seed: int, purpose: int, index: int) -> np.random.Philox:
+    # The key says which stream, the upper half of the counter where in it: no two (purpose, index) overlap.
     key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, index, 0], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 
@@ -36,7 +32,7 @@ def order(seed: int, epoch: int, n: int, sampling: str = "without_replacement") 
     >>> order(0, 0, 5), order(0, 1, 5)
     (array([3, 2, 4, 1, 0]), array([4, 3, 0, 1, 2]))
     """
-    draws = _draws(seed, _ORDER, epoch, n)
+    draws = _philox(seed, _ORDER, epoch).random_raw(n)
     if sampling == "without_replacement":
         found = np.argsort(draws)
         ordered = draws[found]
@@ -48,17 +44,14 @@ def order(seed: int, epoch: int, n: int, sampling: str = "without_replacement") 
     raise Invalid(f"sampling must be one of {', '.join(SAMPLINGS)}, got {sampling!r}")
 
 
-def keys(seed: int, step: int, shards: int) -> list[int]:
-    """key(seed, step, shard) for every shard of a step: what dropout and other noise are drawn from.
-
-    >>> keys(0, 0, 2) == keys(0, 0, 8)[:2], keys(0, 0, 2) == keys(0, 1, 2)
-    (True, False)
-    """
-    return next(keys_from(seed, step, shards))
-
-
 def keys_from(seed: int, step: int, shards: int) -> Iterator[list[int]]:
-    """The keys of a step, and of every one after it: to make a generator anew takes longer than to draw from it."""
+    """key(seed, step, shard) for every shard of a step, and of each one after it: what dropout and other noise are drawn from.
+
+    >>> steps = keys_from(0, 0, 2)
+    >>> next(steps) == next(keys_from(0, 0, 8))[:2], next(steps) == next(keys_from(0, 1, 2))
+    (True, True)
+    """
+    # One generator for all steps: to make it anew takes longer than to draw from it.
     generator, one = _philox(seed, _NOISE, step), np.uint64(1)
     on = 2**128 - -(-shards // 4)  # to the next step's place; a turn of the counter is four draws
     while True:
@@ -68,19 +61,24 @@ def keys_from(seed: int, step: int, shards: int) -> Iterator[list[int]]:
 
 def evaluation_keys(seed: int, shards: int) -> list[int]:
     """The keys of an evaluation, for models that draw random numbers there too: the same in every evaluation."""
-    return [int(key) >> 1 for key in _draws(seed, _EVALUATION, 0, shards)]
+    return [key >> 1 for key in _philox(seed, _EVALUATION, 0).random_raw(shards).tolist()]
 
 
 def normal(seed: int, step: int, n: int, dtype: str) -> NDArray[Any]:
     """n draws of N(0, 1) for one step, on the host, so that every replica gets the same."""
-    draws = np.random.Generator(_philox(seed, _LANGEVIN, step)).standard_normal(n)
-    return draws.astype(dtype)
+    return np.random.Generator(_philox(seed, _LANGEVIN, step)).standard_normal(n).astype(dtype)
 
 
-def halves(key: int) -> NDArray[np.int64]:
+def check(seed: int, window: int, steps: int) -> tuple[int, int]:
+    """Which of these steps is checked (training/rehearsal.py), and a number that chooses the shard."""
+    step, shard = _philox(seed, _CHECK, window).random_raw(2).tolist()
+    return step % steps, shard
+
+
+def halves(key: int, dtype: Any = np.int64) -> NDArray[Any]:
     """A key as two numbers of 32 bits, which is how frameworks take a seed.
 
     >>> halves(3 << 32 | 5)
     array([3, 5])
     """
-    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.int64)
+    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], dtype)

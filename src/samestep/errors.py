@@ -6,7 +6,10 @@ with status 2; in Python the classes are also the built-in ones a caller would e
 
 
 class SamestepError(Exception):
-    """The base of all errors that samestep raises on purpose."""
+    """The base of all errors that samestep raises on purpose: one line, and maybe what another program `said`."""
+
+    def __init__(self, message: str, said: str = "") -> None:
+        super().__init__(" ".join(message.splitlines()) + said)  # a name or a value that it quotes may have several
 
 
 class Invalid(SamestepError, ValueError):
@@ -15,6 +18,14 @@ class Invalid(SamestepError, ValueError):
 
 class WrongType(SamestepError, TypeError):
     """An argument is of a kind that cannot be used."""
+
+
+class Written(Invalid):
+    """A forward pass wrote to a tensor that it shares with other shards."""
+
+    def __init__(self, name: str, hint: str) -> None:
+        why = "so its value would depend on who computed which shard"
+        super().__init__(f"{name} was written to in the forward pass, {why}: {hint}")
 
 
 class DataUnavailable(SamestepError, OSError):
@@ -43,6 +54,10 @@ class OutOfMemory(SamestepError, MemoryError):
 
 class ReplicasDiffer(SamestepError, RuntimeError):
     """Replicas that must be equal to the bit are not: the guarantee of samestep is broken."""
+
+
+class NotRepeatable(SamestepError, RuntimeError):
+    """A shard that was computed again gave other bits: something decides them that samestep does not know."""
 
 
 class ProcessFailed(SamestepError, RuntimeError):

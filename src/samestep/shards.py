@@ -42,11 +42,8 @@ def cut_pass(n: int, batch_size: int, shards: int) -> list[list[Span]]:
     >>> cut_pass(7, 4, 2)
     [[(0, 2), (2, 4)], [(4, 6), (6, 7)]]
     """
-    batches = []
-    for start in range(0, n, batch_size):
-        size = min(batch_size, n - start)
-        batches.append([(start + lo, start + hi) for lo, hi in cut(size, shards) if hi > lo])
-    return batches
+    batches = [(start, min(batch_size, n - start)) for start in range(0, n, batch_size)]
+    return [[(start + lo, start + hi) for lo, hi in cut(size, shards) if hi > lo] for start, size in batches]
 
 
 def middle(lo: int, hi: int) -> int:
@@ -82,16 +79,15 @@ def parts(lo: int, hi: int, n: int) -> list[Span]:
     >>> parts(3, 6, 8)
     [(3, 4), (4, 6)]
     """
-    found: list[Span] = []
-    pending = [(0, n)] if n else []
-    while pending:
-        a, b = pending.pop()
+
+    def inside(a: int, b: int) -> list[Span]:
         if lo <= a and b <= hi:
-            found.append((a, b))
-        elif a < hi and lo < b:
-            mid = middle(a, b)
-            pending += [(mid, b), (a, mid)]
-    return found
+            return [(a, b)]
+        if b <= lo or hi <= a:
+            return []
+        return inside(a, middle(a, b)) + inside(middle(a, b), b)
+
+    return inside(0, n) if n else []
 
 
 class Fold(Generic[T]):

@@ -1,12 +1,16 @@
 """What is particular to JAX: its kinds of models, its compiled step, its threads, optax. Sameness is in conformance/."""
 
+import contextlib
 import doctest
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,16 +22,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from conformance import suite
+from conformance import modes, suite
 from flax import nnx
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import samestep as ss
 from samestep import draws, models
-from samestep.backends.base import Mean
+from samestep.backends import eigen
 from samestep.backends.jax import backend as backends_jax
+from samestep.backends.jax import numerics as jax_numerics
 from samestep.backends.jax import replica as jax_replica
 from samestep.backends.jax.clients import computing
 from samestep.backends.jax.fingerprint import fingerprint
+from samestep.backends.updaters import Mean
 from samestep.content import Content
 from samestep.data import feed as data
 from samestep.models import jax as models_jax
@@ -438,7 +446,7 @@ def test_a_shard_among_others_has_the_bits_of_a_shard_alone(monkeypatch):
     twin = jax.jit(jax.vmap(one, (0, 0, 0, None)))
 
     def in_one_product(lo, hi):
-        words = np.array([jax_replica.halves(key) for key in keys[lo:hi]])
+        words = np.array([draws.halves(key) for key in keys[lo:hi]], np.uint32)
         return twin(index[lo:hi], words, np.arange(lo, hi), replica.parameters)
 
     def in_turn(lo, hi):
@@ -493,6 +501,7 @@ def copies_of_the_examples(devices, monkeypatch):
 
     def watched(self, *rest):
         client = self.replicas[0].parameters.devices().pop().client
+        gc.collect()
         seen.append(sum(array.shape == X.shape for array in client.live_arrays()))
         return make(self, *rest)
 
@@ -506,8 +515,8 @@ def test_replicas_of_one_device_share_one_copy_of_the_examples(monkeypatch):
     assert [copies_of_the_examples(k, monkeypatch) for k in (1, 3, 8)] == [1, 1, 1]
     make = data.Feed.__init__
 
-    def greedy(self, backend, examples, devices, classes):
-        make(self, backend, examples, devices, classes)
+    def greedy(self, backend, examples, devices, *rest):
+        make(self, backend, examples, devices, *rest)
         self.own = [backend.copy(examples.x, device) for device in devices[1:]]
 
     monkeypatch.setattr(data.Feed, "__init__", greedy)
@@ -723,3 +732,215 @@ def test_processes_of_jax_distributed_are_told_of_mpiexec(monkeypatch):
     message = "samestep joins them by MPI: leave it out, and start the script with `mpiexec -n 2 python ...`$"
     with pytest.raises(ValueError, match=f"^jax.distributed.initialize has joined 2 processes, and {message}"):
         fit(line())
+
+
+# Modes around a fit, and state of any type
+
+
+@contextlib.contextmanager
+def option(name, value):
+    with jax.config._value_holders[name](value):
+        yield
+
+
+TAKEN = {
+    "nothing": contextlib.nullcontext,
+    "enable_x64": lambda: jax.enable_x64(True),
+    "default_matmul_precision": lambda: jax.default_matmul_precision("bfloat16"),
+    "default_device": lambda: jax.default_device(jax.devices("cpu")[0]),
+    "disable_jit": lambda: jax.disable_jit(),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "default_prng_impl": lambda: jax.default_prng_impl("rbg"),
+    "threefry_partitionable": lambda: jax.threefry_partitionable(False),
+    "numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "legacy_prng_key": lambda: jax.legacy_prng_key("error"),
+    "checking_leaks": lambda: jax.checking_leaks(),
+    "named_scope": lambda: jax.named_scope("a"),
+}
+STOPPED = {
+    "mesh context": lambda: jax.sharding.Mesh(np.array(jax.devices("cpu")), ("x",)),
+    "abstract_mesh context": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))),
+    "compute_on context": lambda: compute_on("device_host"),
+    "xla_metadata context": lambda: set_xla_metadata(a="b"),
+    "jax_transfer_guard_host_to_device=disallow": lambda: jax.transfer_guard("disallow"),
+    "jax_transfer_guard_device_to_host=disallow": lambda: jax.transfer_guard_device_to_host("disallow"),
+    "jax_no_tracing=True": lambda: option("jax_no_tracing", True),
+    "jax_no_execution=True": lambda: option("jax_no_execution", True),
+    "jax_thread_guard=True": lambda: option("jax_thread_guard", True),
+}
+
+
+def noisy():
+    """Draws, and sees the types that Python's numbers get: what modes may change."""
+
+    def apply(w, x, key, train):
+        z = (
+            jax.random.uniform(key, (10,)).astype(jnp.float32) * jnp.float32(0.1)
+            if train
+            else jnp.zeros(10, jnp.float32)
+        )
+        return x.reshape(len(x), -1)[:, :4] @ w["slope"] + z + jnp.asarray(jnp.arange(10) / 3).astype(jnp.float32)
+
+    return Pair(apply, {"slope": jnp.zeros((4, 10), jnp.float32)})
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_mode_around_a_fit_is_taken_by_all_of_it(name, monkeypatch):
+    model = noisy()
+    fingerprints, recipe = modes.outcome(monkeypatch, TAKEN[name], lambda k: fit(model, devices=k, shards=4))
+    assert len(set(fingerprints)) == 6
+    if name in recipe["numerics"]["settings"]:  # those that change numbers are in the recipe
+        assert recipe["numerics"]["settings"][name] != fit(noisy()).recipe["numerics"]["settings"][name]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_mode_that_cannot_be_taken_is_refused(name, monkeypatch):
+    model = noisy()
+    said = modes.outcome(monkeypatch, STOPPED[name], lambda k: fit(model, devices=k, shards=4))
+    assert said == f"JAX's {name} would hold for some threads of a run only, or stop it: leave it out around one"
+
+
+def test_the_thread_that_exchanges_with_other_processes_has_the_modes_too():
+    def kind(threads):
+        with threads:
+            return threads.submit(lambda: str(backend.put(np.array([1 / 3]), ss.cpu()).dtype)).result()
+
+    with jax.enable_x64(True), backend.session([ss.cpu()], deterministic=True, threads=1):
+        assert kind(Group.sender.func(SimpleNamespace(backend=backend))) == "float64"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert kind(ThreadPoolExecutor(1)) == "float32"  # as it was: half of the bits are lost
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, cell, rngs):
+        self.rnn, self.drop = nnx.RNN(cell(7, 8, rngs=rngs)), nnx.Dropout(0.3, rngs=rngs)
+        self.last = nnx.Linear(8, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(self.rnn(x.reshape(len(x), -1)[:, :28].reshape(-1, 4, 7))[:, -1]))
+
+
+@pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.OptimizedLSTMCell])
+def test_recurrent_nnx_modules(cell):
+    model = Recurrent(cell, nnx.Rngs(0))
+    runs = [fit(model, devices=k, shards=4) for k in (1, 2, 3)]
+    for run in runs[1:]:
+        suite.same(runs[0], run)
+    moved = {name for name, w in runs[0].weights().items() if "rnn" in name and w.any()}
+    assert moved
+    assert runs[0].model(jnp.asarray(X[:2])).shape == (2, 10)
+
+
+@pytest.mark.parametrize("make", [lambda: Recurrent(nnx.GRUCell, nnx.Rngs(0)), lambda: Writing(nnx.Rngs(0))])
+def test_without_a_copy_nnx_modules_that_write_cannot_be_trained(make, monkeypatch):
+    merge = nnx.merge
+    monkeypatch.setattr(nnx, "merge", lambda *parts, copy: merge(*parts))
+    with pytest.raises(Exception, match="different trace level"):
+        fit(make())
+
+
+class Calls(nnx.Variable):
+    pass
+
+
+class Writing(nnx.Module):
+    """Writes its variables in evaluation, too."""
+
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(784, 10, rngs=rngs), nnx.BatchNorm(10, rngs=rngs)
+        self.calls = Calls(jnp.array(0))
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.norm(self.first(x.reshape(len(x), -1)), use_running_average=False)
+
+
+def test_nnx_variables_that_are_written_in_evaluation():
+    model = Writing(nnx.Rngs(0))
+    both = ss.Data(train=(X, Y), test=(X[:40], Y[:40]))
+    trainers = [ss.Trainer(max_epochs=2, batch_size=32, devices=k, progress=False) for k in (1, 2, 3)]
+    runs = [trainer.fit(model, both) for trainer in trainers]
+    for run in runs[1:]:
+        suite.same(runs[0], run)
+    assert runs[0].weights()["calls"] == 6  # steps: what evaluation writes is dropped
+    assert runs[0].weights()["norm.mean"].any()
+    assert model.calls.get_value() == 0
+    trained = runs[0].model
+    assert trainers[1].evaluate(trained, (X, Y)) == trainers[0].evaluate(trained, (X, Y))
+    assert trained.calls.get_value() == 6
+
+
+STATES = {  # at the start, and after nine steps
+    "float16": ([0.25, 3], [9.25, 12]), "bfloat16": ([0.25, 3], [9.25, 12]), "float8_e4m3fn": ([1, 3], [10, 12]),
+    "int8": ([-3, 100], [6, 109]), "uint8": ([250, 3], [3, 12]), "uint32": ([2**32 - 5, 3], [4, 12]),
+    "bool": ([True, False], [False, True]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("dtype", STATES)
+def test_state_of_any_type_survives(dtype, changes, tmp_path):
+    start, end = STATES[dtype]
+
+    def apply(w, state, x):
+        now = state["s"]
+        new = ~now if dtype == "bool" else (now.astype("float32") + 1).astype(dtype) if "float" in dtype else now + 1
+        return x.reshape(len(x), -1)[:, :4] @ w["slope"], {"s": new if changes else now}
+
+    def make():
+        return Pair(apply, {"slope": jnp.zeros((4, 10))}, {"s": jnp.asarray(start, dtype)})
+
+    run = modes.survives(fit, make, "s", end if changes else start, tmp_path / "run", shards=4)
+    assert run.model.state["s"].dtype == jnp.dtype(dtype)
+    assert np.asarray(run.model.state["s"]).tolist() == (end if changes else start)
+
+
+@pytest.mark.parametrize("state", [jnp.ones(2, jnp.complex64), jax.random.key(0), jnp.ones(2, "int4")])
+def test_state_of_other_types_is_refused(state):
+    model = Pair(
+        lambda w, state, x: (x.reshape(len(x), -1)[:, :4] @ w["slope"], state),
+        {"slope": jnp.zeros((4, 10))},
+        {"s": state},
+    )
+    with pytest.raises(
+        ss.SamestepError, match="s is of type .*: state must be of real or whole numbers, or true and false"
+    ):
+        fit(model)
+
+
+def test_an_optimizer_with_momenta_of_16_bits_is_resumed(tmp_path):
+    make = functools.partial(optax.adam, mu_dtype=jnp.bfloat16)
+    settings = {"optimizer": make, "schedule": 0.01}
+    fit(line(10), run_dir=tmp_path / "run", max_epochs=1, **settings)
+    assert fit(line(10), run_dir=tmp_path / "run", **settings).fingerprints == fit(line(10), **settings).fingerprints
+
+
+def test_eigens_caches_are_asked_of_the_library_itself():
+    """They decide in which order XLA's CPU sums, so they are in the recipe: three sizes."""
+    sizes = eigen.caches(jax_numerics.LIBRARY)
+    assert sizes is not None
+    assert len(sizes) == 3
+    assert min(sizes) > 0
+
+
+def test_a_pair_that_cannot_be_made():
+    with pytest.raises(ss.SamestepError, match=r"^Pair: init\(key, x\) makes parameters only: with a state, call it"):
+        Pair(lambda w, s, x: (x, s), lambda key, x: jnp.ones(3), {"sum": jnp.zeros(())})
+    with pytest.raises(ss.SamestepError, match=r"^Pair: apply must be a function of \(params, x\), got 3"):
+        Pair(3, jnp.ones(3))
+    Pair(lambda w, x: x, lambda key, x: jnp.ones(3))
+    Pair(lambda w, s, x: (x, s), jnp.ones(3), {"sum": jnp.zeros(())})
+
+
+def test_an_array_is_put_where_a_run_computes():
+    """While a run lasts, that is another client of JAX than the user's."""
+    theirs = jax.device_put(jnp.arange(3.0), jax.devices("cpu")[0])
+    assert backend.put(theirs, ss.cpu()) is theirs
+    with backend.session([ss.cpu()], deterministic=True, threads=1):
+        ours = backend.put(theirs, ss.cpu())
+        assert ours.devices() != theirs.devices()
+        assert backend.put(ours, ss.cpu()) is ours
+        assert backend.device_of(ours) == ss.cpu()
+    assert ours.tolist() == theirs.tolist()

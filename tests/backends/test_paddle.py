@@ -1,7 +1,9 @@
 """What is particular to Paddle: state, its one generator, compiled layers, its optimizers. Sameness is in conformance/."""
 
+import contextlib
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ with warnings.catch_warnings():
 
 import paddle.nn.functional as F
 from bits_reference import of_bytes
-from conformance import suite
+from conformance import modes, suite
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
@@ -30,6 +32,7 @@ from samestep.backends.paddle.backend import backend
 from samestep.backends.paddle.exact import REFUSED, check_optimizer, exact
 from samestep.backends.paddle.flat import Flat, numpy_view
 from samestep.backends.paddle.noise import GENERATOR, PaddleNoise, state
+from samestep.backends.paddle.updater import PaddleUpdater
 from samestep.content import Content
 from samestep.errors import Invalid
 from samestep.fingerprint import of_vectors
@@ -165,7 +168,8 @@ def test_a_gradient_that_is_a_weight_is_taken_before_it_moves():
         def forward(self, x):
             return x.mean() * 0 + Product.apply(self.a, self.b)
 
-    run = fit(Model(), X[:1], Y[:1], shards=1, schedule=0.25, max_epochs=1, loss=lambda output, y: output)
+    settings = {"rehearse": False, "check_every": None}  # Paddle frees such a weight with the gradient
+    run = fit(Model(), X[:1], Y[:1], shards=1, schedule=0.25, max_epochs=1, loss=lambda output, y: output, **settings)
     assert [set(weight.ravel()) for weight in run.weights().values()] == [{0.75}, {0.75}]
 
 
@@ -253,7 +257,7 @@ class Hidden(nn.Layer):
 
 @pytest.mark.parametrize(("way", "name"), [("in place", "seen"), ("by a kernel", "mean")])
 def test_state_that_is_not_kept_is_an_error(way, name):
-    with pytest.raises(ss.SamestepError, match=f"'{name}' was written to in the forward pass, but is not a buffer"):
+    with pytest.raises(ss.SamestepError, match=f"'{name}' was written to in the forward pass"):
         fit(Hidden(way), x=SMALL)
 
 
@@ -430,7 +434,7 @@ def test_threads_that_compute_side_by_side_do_not_see_each_other():
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(replica._lanes) == 17
+    assert len(replica.lane._held) == 17
     assert all(found[i, n] == alone[i % 8] for i in range(16) for n in range(2))
 
 
@@ -534,7 +538,7 @@ def test_other_types_are_named():
 
 
 def test_out_of_memory():
-    with pytest.raises(ss.SamestepError, match="cpu ran out of memory when .* were asked for: raise shards"):
+    with pytest.raises(ss.SamestepError, match="the device ran out of memory.*: raise shards"):
         backend.map([lambda: paddle.zeros([1 << 44])])
 
 
@@ -599,6 +603,82 @@ def test_an_optimizer_with_a_past_and_frozen_parameters():
     assert start.keys() == expected.keys()
 
 
+class Remembering(paddle.optimizer.Momentum):
+    """It divides gradients by a count, and adds a mean of them: a number, a list, and a tensor that it makes later."""
+
+    def __init__(self, learning_rate=0.3, parameters=None):
+        super().__init__(learning_rate, 0.9, parameters=parameters)
+        self.count, self.past, self.means = 0, [1.5], {}
+
+    def step(self):
+        self.count += 1
+        self.past.append(self.count / 2)
+        for p in self._parameter_list:
+            self.means["all"] = self.means.get("all", paddle.zeros([])) + p.grad.mean()
+            p.grad = p.grad / len(self.past) + self.means["all"]
+        super().step()
+
+
+@pytest.mark.parametrize("made", ["by a class", "from the model"])
+def test_what_an_optimizer_keeps_in_attributes_is_resumed(made, tmp_path, monkeypatch):
+    def trained(**settings):
+        model = dense()
+        optimizer = Remembering if made == "by a class" else Remembering(parameters=model.parameters())
+        return fit(model, x=SMALL, optimizer=optimizer, **settings)
+
+    whole = trained()
+    trained(run_dir=tmp_path, max_epochs=1)
+    shutil.copytree(tmp_path, tmp_path / "twin")
+    resumed = trained(run_dir=tmp_path, devices=2)
+    assert resumed.resumed == 3
+    suite.same(resumed, whole)
+    load = PaddleUpdater.load
+
+    def forget(self, tensors):
+        load(self, tensors)
+        self.optimizer.count, self.optimizer.past, self.optimizer.means = 0, [1.5], {}
+
+    monkeypatch.setattr(PaddleUpdater, "load", forget)
+    assert trained(run_dir=tmp_path / "twin").fingerprint != whole.fingerprint
+
+
+def test_an_optimizer_inside_another_is_refused():
+    """Its own LookAhead takes the rate for its alpha."""
+    make = lambda parameters: paddle.incubate.LookAhead(paddle.optimizer.SGD(0.1, parameters=parameters))  # noqa: E731
+    with pytest.raises(ss.SamestepError) as refused:
+        fit(dense(), x=SMALL, optimizer=make)
+    assert str(refused.value) == (
+        "the optimizer sets no rate of the one inside it (inner_optimizer), nor keeps its state: use one"
+    )
+
+
+PARAM_ATTR = {
+    "rate": (paddle.ParamAttr(learning_rate=0.5), "1.weight has learning_rate=0.5, regularizer=None, which"),
+    "decay": (
+        paddle.ParamAttr(regularizer=paddle.regularizer.L2Decay(0.1)),
+        "1.weight has learning_rate=1.0, regularizer=L2Decay",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARAM_ATTR)
+def test_rates_and_decays_of_parameters_are_followed_by_paddle_and_refused_by_samesteps_optimizers(kind):
+    def special(attr=PARAM_ATTR[kind][0]):
+        paddle.seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 6, weight_attr=attr), nn.Tanh(), nn.Linear(6, 10))
+
+    make = functools.partial(paddle.optimizer.Momentum, 0.3)
+    twin = special()
+    expected = plain(twin, make(parameters=twin.parameters()), SMALL)
+    run = same_on_three(special, optimizer=make)
+    close(run.weights(), expected, special().state_dict())
+    assert run.fingerprint != fit(special(None), x=SMALL, optimizer=make).fingerprint
+    with pytest.raises(ss.SamestepError) as refused:
+        fit(special(), x=SMALL, optimizer=ss.sgd())
+    assert str(refused.value).startswith(PARAM_ATTR[kind][1])
+    assert str(refused.value).endswith("samestep's optimizers do not follow: use one of paddle, or leave it out")
+
+
 def test_the_schedule_sets_the_rate():
     run = fit(dense(), x=SMALL, optimizer=paddle.optimizer.SGD, schedule=ss.poly(0.2, 6))
     assert run.history[-1]["lr"] == pytest.approx(0.2 / 6)
@@ -642,7 +722,8 @@ class Interrupted(Exception):
 )
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_killed_and_resumed_on_other_devices(step, optimizer, tmp_path):
-    settings = {"x": SMALL, "shards": 4, "optimizer": optimizer, "checkpoint_every": 1, "average": ss.path_average()}
+    settings = {"x": SMALL, "shards": 4, "optimizer": optimizer, "checkpoint_every": 1, "average": ss.path_average(),
+                "rehearse": False, "check_every": None}  # fmt: skip # shards are counted
     whole = fit(dense(nn.BatchNorm1D(6), nn.Dropout(0.5)), devices=3, loss=F.cross_entropy, **settings)
     shards = 0
 
@@ -963,3 +1044,124 @@ def test_the_recipe_knows_neither_counters_nor_what_a_forward_pass_leaves():
 
 def layer_of_user(layer, inputs):
     return None
+
+
+# Modes around a fit, and state of any type
+
+
+@contextlib.contextmanager
+def between(on, off):
+    on()
+    try:
+        yield
+    finally:
+        off()
+
+
+TAKEN = {
+    "no_grad": paddle.no_grad,
+    "auto_cast": lambda: paddle.amp.auto_cast(dtype="bfloat16"),
+    "auto_cast O2": lambda: paddle.amp.auto_cast(dtype="bfloat16", level="O2"),
+    "saved_tensors_hooks": lambda: paddle.autograd.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "unique_name": paddle.utils.unique_name.guard,
+    "program_guard": lambda: paddle.static.program_guard(paddle.static.Program()),
+    "set_device": lambda: between(lambda: paddle.set_device("cpu"), lambda: None),
+    "check_nan_inf": lambda: between(
+        lambda: paddle.set_flags({"FLAGS_check_nan_inf": True}),
+        lambda: paddle.set_flags({"FLAGS_check_nan_inf": False}),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:amp_guard can only be enabled")
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_mode_around_a_fit_has_no_way_in(name, monkeypatch):
+    model = dense(nn.BatchNorm1D(6), nn.Dropout(0.5))
+    found = modes.outcome(monkeypatch, TAKEN[name], lambda k: fit(model, x=SMALL, devices=k, shards=4))
+    plain = fit(model, x=SMALL, shards=4)
+    assert found == (plain.fingerprints, plain.recipe)
+
+
+class Made(nn.Layer):
+    """Makes a tensor of the default type."""
+
+    def forward(self, x):
+        return x + (paddle.full([6], 0.1) * 3).astype("float32")
+
+
+def test_the_default_type_is_taken_by_all_threads_and_is_in_the_recipe(monkeypatch):
+    def around():
+        return between(lambda: paddle.set_default_dtype("float64"), lambda: paddle.set_default_dtype("float32"))
+
+    model = dense(Made())
+    _, recipe = modes.outcome(monkeypatch, around, lambda k: fit(model, x=SMALL, devices=k, shards=4))
+    assert recipe["numerics"]["settings"]["default_dtype"] == "float64"
+
+
+def test_static_mode_is_refused(monkeypatch):
+    model = dense()
+    said = modes.outcome(
+        monkeypatch,
+        lambda: between(paddle.enable_static, paddle.disable_static),
+        lambda k: fit(model, x=SMALL, devices=k),
+    )
+    assert said == "Paddle is in static mode, where a run cannot compute: call paddle.disable_static() first"
+
+
+STATES = {  # at the start, and after nine steps
+    "float16": ([0.25, 3], [9.25, 12]), "float64": ([0.25, 1e300], [9.25, 1e300]), "int8": ([-3, 100], [6, 109]),
+    "uint8": ([250, 3], [3, 12]), "int64": ([2**62 + 1, -5], [2**62 + 10, 4]), "bool": ([True, False], [False, True]),
+}  # fmt: skip
+
+
+class Holding(nn.Layer):
+    def __init__(self, dtype, start, changes=False, frozen=False):
+        super().__init__()
+        self.inner, self.changes = nn.Linear(12, 10), changes
+        value = paddle.to_tensor(np.array(start)).astype(dtype)
+        if frozen:
+            self.s = self.create_parameter([2], dtype=dtype)
+            self.s.set_value(value)
+            self.s.stop_gradient = True
+        else:
+            self.register_buffer("s", value)
+
+    def forward(self, x):
+        if self.training and self.changes:  # Paddle adds no float16 on the CPU
+            now, kind = self.s, self.s.dtype
+            wide = "float32" if kind == paddle.float16 else kind
+            self.s = ~now if kind == paddle.bool else (now.astype(wide) + paddle.ones([2], wide)).astype(kind)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("dtype", STATES)
+def test_buffers_of_any_type_survive(dtype, changes, tmp_path):
+    start, end = STATES[dtype]
+    value = end if changes else start
+    make = functools.partial(seeded(Holding), dtype, start, changes)
+    run = modes.survives(fit, make, "s", value, tmp_path / "run", x=SMALL, shards=4)
+    assert (str(run.model.s.dtype), run.model.s.numpy().tolist()) == (f"paddle.{dtype}", value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_frozen_parameters_of_16_bits_survive(dtype, tmp_path):
+    """NumPy has no bfloat16: the run holds float32, and the model has bfloat16 again."""
+    make = functools.partial(seeded(Holding), dtype, [0.25, 3], False, True)
+    run = modes.survives(fit, make, "s", [0.25, 3], tmp_path / "run", x=SMALL, shards=4)
+    assert str(run.model.s.dtype) == f"paddle.{dtype}"
+    assert run.model.s.astype("float32").numpy().tolist() == [0.25, 3]
+    assert str(run.weights()["s"].dtype) == {"bfloat16": "float32"}.get(dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64", "float8_e4m3fn"])
+def test_buffers_of_other_types_are_refused(dtype):
+    with pytest.raises(ss.SamestepError, match=f"a tensor of the model is of type {dtype}: it must be one of float16"):
+        fit(Holding(dtype, [1, 2]), x=SMALL)
+
+
+def test_a_hidden_buffer_that_would_come_back_as_another_type_is_refused():
+    model = Holding("int8", [1, 2])
+    model.register_buffer("t", paddle.ones([2]).astype("float8_e4m3fn"), persistable=False)
+    with pytest.raises(ss.SamestepError, match="t is of type float8_e4m3fn, which NumPy does not know: convert it"):
+        fit(model, x=SMALL)

@@ -1,8 +1,10 @@
 """The TensorFlow backend: gradients against float64, the forms a model can come in, noise, threads, Keras's optimizers."""
 
+import contextlib
 import doctest
 import functools
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ if os.environ.get("SAMESTEP_TEST_BACKEND", "torch") != "tensorflow":
 
 import keras
 import tensorflow as tf
+from conformance import modes
 
 import samestep as ss
 from samestep import draws, fingerprint, models
@@ -29,6 +32,7 @@ random = np.random.default_rng(0)
 X = random.random((90, 1, 28, 28), dtype=np.float32)
 Y = random.integers(0, 10, 90)
 L = keras.layers
+set_dtype_policy = keras.config.set_dtype_policy
 
 
 def fit(model, x=X, y=Y, **settings):
@@ -625,7 +629,7 @@ def test_out_of_memory_says_what_to_do():
             None, None, "OOM when allocating tensor with shape[10,20] and type float"
         )
 
-    with pytest.raises(ss.SamestepError, match=r"cpu ran out of memory when numbers of shape \[10,20\] were .* shards"):
+    with pytest.raises(ss.SamestepError, match=r"the device ran out of memory when \[10,20\] were .* shards"):
         backend.map([fail])
 
 
@@ -701,6 +705,81 @@ def test_optimizers_that_cannot_be_used():
         fit(line(), optimizer=lambda variables: 3)
     with pytest.raises(ss.SamestepError, match="LossScaleOptimizer"):
         fit(line(), optimizer=lambda _: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+
+
+class Counting(keras.optimizers.SGD):
+    """It divides the rate by the number of updates: counted in a variable of its own, in Python, or in a list of Python."""
+
+    def __init__(self, learning_rate=0.5, kind="variable", **settings):
+        super().__init__(learning_rate, **settings)
+        self.kind, self.count, self.past = kind, 0, [0]
+
+    def build(self, variables):
+        super().build(variables)
+        self.times = self.add_variable((), dtype="float32", name="times")
+
+    def apply(self, gradients, variables=None):
+        self.times.assign_add(1.0)
+        if self.kind == "number":
+            self.count += 1
+        elif self.kind == "list":
+            self.past.append(1)
+        return super().apply([gradient / self.times for gradient in gradients], variables)
+
+
+def test_an_optimizer_of_keras_with_a_variable_of_its_own_is_resumed(tmp_path, monkeypatch):
+    whole = fit(line(), optimizer=lambda _: Counting())
+    fit(line(), optimizer=lambda _: Counting(), run_dir=tmp_path, max_epochs=1)
+    shutil.copytree(tmp_path, tmp_path / "twin")
+    resumed = fit(line(), optimizer=lambda _: Counting(), run_dir=tmp_path, devices=2)
+    assert resumed.resumed == 3
+    assert resumed.fingerprints == whole.fingerprints
+    load = updater.TensorflowUpdater.load
+    forget = lambda self, tensors: load(self, tensors | {"times": np.zeros((), np.float32)})  # noqa: E731
+    monkeypatch.setattr(updater.TensorflowUpdater, "load", forget)  # the twin: without it, other bits
+    twin = fit(line(), optimizer=lambda _: Counting(), run_dir=tmp_path / "twin")
+    assert twin.fingerprint != whole.fingerprint
+
+
+@pytest.mark.parametrize(("kind", "name"), [("number", "count"), ("list", "past")])
+def test_an_optimizer_of_keras_that_counts_in_python_is_refused(kind, name):
+    with pytest.raises(ss.SamestepError) as refused:
+        fit(line(), optimizer=lambda _: Counting(kind=kind))
+    assert str(refused.value) == (
+        f"the optimizer changes {name} in Python, but an update is compiled once: use add_variable"
+    )
+
+
+def test_what_a_copy_of_an_optimizer_of_keras_would_lack_is_refused():
+    excluding = keras.optimizers.AdamW()
+    excluding.exclude_from_weight_decay(var_names=["bias"])
+    for given, name in ((Counting(kind="other"), "kind"), (excluding, "_exclude_from_weight_decay")):
+        with pytest.raises(ss.SamestepError) as refused:
+            fit(line(), optimizer=given)
+        assert str(refused.value) == (
+            f"get_config() of the optimizer leaves out {name}: pass a function that makes it from variables"
+        )
+    fit(line(), optimizer=Counting())  # the twin: the copy is the same
+
+
+def test_constraints_are_applied_by_keras_and_refused_by_samesteps_optimizers():
+    def limited(constraint=None):
+        rule = keras.constraints.MaxNorm(0.05) if constraint else None
+        layer = L.Dense(10, kernel_initializer="zeros", kernel_constraint=rule)
+        return keras.Sequential([L.Flatten(), L.Lambda(lambda x: x[:, :4]), layer])
+
+    optimizer = functools.partial(keras.optimizers.SGD, 0.5)
+    run = same(lambda: limited(True), optimizer=lambda _: optimizer())
+    longest = np.linalg.norm(run.weights()["dense/kernel"], axis=0).max()
+    assert longest == pytest.approx(0.05, rel=1e-3)
+    free = fit(limited(), optimizer=lambda _: optimizer())
+    assert np.linalg.norm(free.weights()["dense/kernel"], axis=0).max() > 0.06
+    with pytest.raises(ss.SamestepError) as refused:
+        fit(limited(True), optimizer=ss.sgd())
+    assert str(refused.value) == (
+        "dense/kernel has the constraint MaxNorm, which samestep's optimizers do not follow: use one of tensorflow, or leave "
+        "it out"
+    )
 
 
 # Checkpoints
@@ -931,7 +1010,7 @@ def test_the_pool_of_tensorflow_has_no_way_in():
 
 def test_a_pool_that_was_made_too_early_is_an_error():
     early = script("4", "import os; os.environ['TF_OVERRIDE_GLOBAL_THREADPOOL'] = '0'; keras.ops.ones(3)")
-    assert "started before samestep was imported, with a pool of 4 threads" in early.stderr
+    assert "has a pool of 4 threads that the result would depend on" in early.stderr
     harmless = script("1", "import os; os.environ['TF_OVERRIDE_GLOBAL_THREADPOOL'] = '0'; keras.ops.ones(3)")
     assert harmless.stdout == script("1").stdout != ""
 
@@ -961,3 +1040,167 @@ def test_importing_samestep_imports_no_tensorflow():
         "import sys, samestep, samestep.training.trainer; print('tensorflow' in sys.modules or 'keras' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+# Modes around a fit, and state of any type
+
+
+class Policed(L.Layer):
+    """Computes in the type of Keras' policy, as it is when it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = L.Dense(10, kernel_initializer="ones")
+        self.inner.build((None, 8))
+        self.built = True
+
+    def call(self, x):
+        kind = keras.config.dtype_policy().compute_dtype
+        return self.inner(keras.ops.cast(keras.ops.cast(keras.ops.reshape(x, (-1, 784))[:, :8], kind), "float32"))
+
+
+@contextlib.contextmanager
+def between(on, off):
+    on()
+    try:
+        yield
+    finally:
+        off()
+
+
+def policy(name):
+    return between(lambda: keras.config.set_dtype_policy(name), lambda: keras.config.set_dtype_policy("float32"))
+
+
+def eagerly():
+    run = tf.config.run_functions_eagerly
+    return between(lambda: run(True), lambda: run(False))
+
+
+TAKEN = {
+    "nothing": contextlib.nullcontext,
+    "tf.device": lambda: tf.device("/GPU:0"),
+    "a tape": lambda: tf.GradientTape(persistent=True),
+    "init_scope": tf.init_scope,
+    "stop_recording": None,
+    "run_functions_eagerly": eagerly,
+    "name_scope": lambda: tf.name_scope("a"),
+    "keras.name_scope": lambda: keras.name_scope("a"),
+    "keras.device": lambda: keras.device("cpu:0"),
+    "variable_creator_scope": lambda: tf.variable_creator_scope(lambda make, **about: make(**about)),
+}
+STOPPED = {
+    "a tf.distribute strategy": lambda: tf.distribute.OneDeviceStrategy("/CPU:0").scope(),
+    "a graph": lambda: tf.Graph().as_default(),
+    "stateless_scope": keras.StatelessScope,
+}
+
+
+@pytest.mark.parametrize("shards", [1, 4])  # one shard was computed in the thread that has the scope
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_scope_around_a_fit_has_no_way_in(name, shards, monkeypatch):
+    def run(devices):
+        return fit(model, devices=min(devices, shards), shards=shards, max_epochs=1)
+
+    model = Policed()
+    if name == "stop_recording":  # it wants a tape that records
+        tape = tf.GradientTape(persistent=True)
+        with tape:
+            found = modes.outcome(monkeypatch, tape.stop_recording, run)
+    else:
+        found = modes.outcome(monkeypatch, TAKEN[name], run)
+    plain = run(1)
+    assert found == (plain.fingerprints, plain.recipe)
+
+
+def test_in_the_users_thread_a_scope_would_change_the_gradient(monkeypatch):
+    plain = fit(Policed(), shards=1, max_epochs=1)
+    monkeypatch.setattr(type(backend), "map", lambda self, tasks: [task() for task in tasks])  # in the user's thread
+    with tf.init_scope():
+        twin = fit(Policed(), shards=1, max_epochs=1, rehearse=False, check_every=None)
+    assert twin.fingerprints != plain.fingerprints
+
+
+def test_the_policy_of_keras_is_that_of_every_thread(monkeypatch):
+    """Keras keeps it for each thread, and the recipe has that of the user's."""
+    model = Policed()
+    fingerprints, recipe = modes.outcome(
+        monkeypatch, lambda: policy("mixed_bfloat16"), lambda k: fit(model, devices=k, shards=4)
+    )
+    assert recipe["numerics"]["settings"]["dtype_policy"] == "mixed_bfloat16"
+    assert fingerprints != fit(model, shards=4).fingerprints
+    monkeypatch.setattr(keras.config, "set_dtype_policy", lambda policy: None)  # the twin: threads have Keras' default
+    before = keras.config.dtype_policy()
+    set_dtype_policy("mixed_bfloat16")
+    try:
+        assert fit(model, shards=4).fingerprints == fit(model, shards=4, devices=2).fingerprints != fingerprints
+    finally:
+        set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_scope_that_changes_variables_is_refused(name, monkeypatch):
+    model = Policed()
+    said = modes.outcome(monkeypatch, STOPPED[name], lambda k: fit(model, devices=k, shards=4))
+    assert said == f"the fit is inside {name}, where variables are others: leave it out, around a fit"
+
+
+STATES = {  # at the start, and after nine steps
+    "float16": ([0.25, 3], [9.25, 12]), "bfloat16": ([0.25, 3], [9.25, 12]), "int8": ([-3, 100], [6, 109]),
+    "uint8": ([250, 3], [3, 12]), "int64": ([2**62 + 1, -5], [2**62 + 10, 4]), "bool": ([True, False], [False, True]),
+}  # fmt: skip
+
+
+def cast(start, dtype):
+    return tf.constant(start) if dtype == "string" else tf.cast(tf.constant(start), dtype)
+
+
+class Holding(tf.Module):
+    def __init__(self, dtype, start, changes):
+        super().__init__()
+        self.w = tf.Variable(tf.zeros((4, 10)))
+        self.s, self.changes = tf.Variable(cast(start, dtype), trainable=False), changes
+
+    def __call__(self, x, training=False):
+        if training and self.changes:
+            now = self.s.read_value()
+            self.s.assign(tf.logical_not(now) if now.dtype == tf.bool else now + tf.ones_like(now))
+        return tf.reshape(x, (-1, 784))[:, :4] @ self.w
+
+
+class Layered(L.Layer):
+    def __init__(self, dtype, start, changes):
+        super().__init__()
+        self.inner, self.about = L.Dense(10, kernel_initializer="zeros"), (dtype, start, changes)
+        self.inner.build((None, 4))
+        self.s = self.add_weight(shape=(2,), dtype=dtype, trainable=False, initializer="zeros", name="s")
+        self.s.assign(cast(start, dtype))
+        self.built = True
+
+    def call(self, x, training=False):
+        if training and self.about[2]:
+            now = self.s.value.read_value()
+            self.s.assign(tf.logical_not(now) if now.dtype == tf.bool else now + tf.ones_like(now))
+        return self.inner(tf.reshape(x, (-1, 784))[:, :4])
+
+    def get_config(self):
+        return dict(zip(("dtype", "start", "changes"), self.about, strict=True))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("dtype", STATES)
+@pytest.mark.parametrize("make", [Holding, Layered])
+def test_state_of_any_type_survives(make, dtype, changes, tmp_path):
+    start, end = STATES[dtype]
+    value = end if changes else start
+    run = modes.survives(fit, lambda: make(dtype, start, changes), "s", value, tmp_path / "run", shards=4)
+    found = run.model.s.numpy()
+    assert (str(found.dtype), found.tolist()) == (dtype, value)
+
+
+@pytest.mark.parametrize(("dtype", "start"), [("complex64", [1j, 2]), ("string", ["a", "b"])])
+def test_state_of_other_types_is_refused(dtype, start):
+    with pytest.raises(
+        ss.SamestepError, match=f"s is of type {dtype}: state must be of real or whole numbers, or true"
+    ):
+        fit(Holding(dtype, start, False))

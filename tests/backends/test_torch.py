@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,13 @@ import torch
 import torch.nn.functional as F
 from conformance import suite
 from torch import nn
+from torch.optim import lr_scheduler
 
 import samestep as ss
 from samestep import draws
+from samestep.backends.torch import recorder
+from samestep.backends.torch.recorder import Recorder, keeps_state
+from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import swa
@@ -177,6 +183,88 @@ def test_the_gradient_is_clipped_before_torch_sees_it():
     assert np.sqrt(sum((change**2).sum() for change in moved)) == pytest.approx(0.01, rel=ROUNDING)
 
 
+def adam_in_groups(parameters):
+    first, *rest = parameters
+    return torch.optim.Adam([{"params": [first], "betas": (0.8, 0.99)}, {"params": rest}])
+
+
+MOVING = {
+    "OneCycleLR": (functools.partial(torch.optim.SGD, momentum=0.9), lambda o: lr_scheduler.OneCycleLR(o, 0.3, 8)),
+    "OneCycleLR, betas of groups": (adam_in_groups, lambda o: lr_scheduler.OneCycleLR(o, 0.1, 8)),
+    "CyclicLR": (functools.partial(torch.optim.SGD, nesterov=True, momentum=0.9),
+                 lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.3, 3, base_momentum=0.5)),
+    "weight decay": (functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1), lambda o: DecayToo(o)),
+}  # fmt: skip
+
+
+class DecayToo(lr_scheduler.StepLR):
+    """A scheduler of somebody's own."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 3, 0.5)
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * (1 + self.last_epoch)
+        return super().get_lr()
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_scheduler_that_moves_more_than_the_rate_is_followed(name, monkeypatch):
+    def trained(**settings):
+        model = net()
+        optimizer = MOVING[name][0](model.parameters())
+        scheduler = MOVING[name][1](optimizer)
+        before = repr(optimizer.param_groups)
+        run = trainer(optimizer=optimizer, schedule=scheduler, **settings).fit(model, numbers())
+        assert repr(optimizer.param_groups) == before
+        return run
+
+    model = net()
+    optimizer = MOVING[name][0](model.parameters())
+    scheduler = MOVING[name][1](optimizer)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    run, plain = trained(), loop(model, optimizer)
+    agree(run, plain)
+    suite.same(run, trained(devices=1))
+    monkeypatch.setattr(TorchUpdater, "moved", property(lambda self: (), lambda self, value: None), raising=False)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):  # the twin: only the rate, as it once was
+        agree(trained(), plain)
+
+
+def test_a_scheduler_of_an_optimizer_that_does_not_train():
+    """What can be followed is: a factory with the same groups and settings. Anything else is refused."""
+    make, schedule = MOVING["OneCycleLR"]
+
+    def run(optimizer, **settings):
+        return trainer(optimizer=optimizer, schedule=schedule(make(net().parameters())), **settings).fit(
+            net(), numbers()
+        )
+
+    model = net()
+    optimizer = make(model.parameters())
+    suite.same(run(make), trainer(optimizer=optimizer, schedule=schedule(optimizer)).fit(model, numbers()))
+    with pytest.raises(Invalid) as refused:
+        run(ss.sgd(momentum=0.9))
+    assert str(refused.value) == (
+        "OneCycleLR moves momentum as well as the rate, which only an optimizer of torch.optim follows: pass the scheduler's "
+        "as optimizer, or cycle_momentum=False to the scheduler"
+    )
+    for other in (torch.optim.Adam, decay_of_matrices_only):
+        with pytest.raises(
+            Invalid, match=r"^OneCycleLR moves momentum of another optimizer .* trains \(Adam.?\), which has"
+        ):
+            run(other)
+    plain = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.3, total_steps=8, cycle_momentum=False)
+    trainer(optimizer=ss.sgd(momentum=0.9), schedule=plain(make(net().parameters()))).fit(net(), numbers())
+
+
+def test_a_scheduler_that_ends_too_soon():
+    optimizer = torch.optim.SGD(net().parameters())
+    with pytest.raises(Invalid, match="^OneCycleLR ends before 8 updates: Tried to step 7 times"):
+        trainer(schedule=lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False)).fit(net(), numbers())
+
+
 # The same bits
 
 
@@ -239,6 +327,31 @@ def test_parameters_that_the_optimizer_does_not_have_stay():
     run = trainer(optimizer=torch.optim.SGD(model[2].parameters(), lr=0.1)).fit(model, numbers())
     assert run.weights()["0.weight"].tobytes() == model[0].weight.detach().numpy().tobytes()
     assert (run.weights()["2.weight"] != model[2].weight.detach().numpy()).any()
+
+
+class Counted(nn.Module):
+    """Scores whose gradients are small whole numbers: how often a word was seen. So every sum of them is exact."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.words = nn.Embedding(7, 3, sparse=sparse)
+        nn.init.zeros_(self.words.weight)
+
+    def forward(self, x):
+        return self.words(x).sum(1)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("shards", [1, 8])
+def test_a_sparse_gradient_has_the_numbers_of_a_dense_one(shards, sparse):
+    x, y = np.random.default_rng(0).integers(0, 6, (32, 5)), np.arange(32) % 3  # word 6 is never seen
+    settings = {"batch_size": 16, "shards": shards, "devices": 1, "schedule": 1.0}
+    loss = lambda output, y: output.sum(1) * (y + 1)  # noqa: E731
+    run = trainer(loss=loss, **settings).fit(Counted(sparse), (x, y))
+    expected = np.zeros((7, 3), np.float32)
+    np.add.at(expected, x, -(y[:, None, None] + 1) * 2 / 16)  # two epochs; a batch's mean
+    assert run.weights()["words.weight"].tolist() == expected.tolist()
+    assert (expected[:6] != 0).all()
 
 
 class Scaled(torch.optim.SGD):
@@ -315,7 +428,7 @@ def two_rates(parameters):
         (lambda parameters: parameters, WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got list"),
         (lambda parameters: ss.sgd(), WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got SGD"),
         (torch.optim.LBFGS, WrongType,
-         "LBFGS computes the loss several times in one update, which the Trainer does not: use another"),
+         "LBFGS computes the loss several times in an update, which the Trainer does not: use another"),
         (two_rates, Invalid, DIFFERENT),
         (lambda parameters: torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
     ],
@@ -340,7 +453,7 @@ def test_optimizers_that_cannot_be_used(schedule):
         (torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
         (torch.optim.SGD([*mine, nn.Parameter(torch.zeros(1))]), Invalid, FOREIGN),
         (two_rates(mine), Invalid, DIFFERENT),
-        (torch.optim.LBFGS(mine), WrongType, "LBFGS computes the loss several times in one update, "
+        (torch.optim.LBFGS(mine), WrongType, "LBFGS computes the loss several times in an update, "
          "which the Trainer does not: use another"),
         (torch.optim.lr_scheduler.StepLR(torch.optim.SGD(mine), 2), WrongType,
          "optimizer must be a torch.optim.Optimizer, or a function that makes one from parameters, got StepLR"),
@@ -464,7 +577,131 @@ def test_a_compiled_model_is_not_portable(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_autocast_around_a_fit_is_refused() -> None:
-    with torch.autocast("cpu"), pytest.raises(Invalid, match="autocast around a fit.*use it in the model's forward"):
+    with (
+        torch.autocast("cpu"),
+        pytest.raises(Invalid, match="autocast .cpu. around a fit.*use it in the model's forward"),
+    ):
         ss.Trainer(1, 4, shards=2, devices="cpu", progress=False).fit(
             torch.nn.Linear(3, 4), (np.zeros((4, 3), np.float32), np.arange(4))
         )
+
+
+# Recordings, with something that stands for a CUDA graph
+
+
+class Graph:
+    """Computes `result`, whatever it is given."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.result,)
+
+
+class Recording(Recorder):
+    """Records no graph, but what a computation gave for the first time."""
+
+    def _record(self, compute: Any, x: torch.Tensor, y: torch.Tensor, shape: Any) -> None:
+        self._recorded[shape] = Graph(compute(x, y)[0].clone())  # type: ignore[assignment]
+
+
+def counted() -> tuple[Any, list[str]]:
+    """A computation that depends on its first argument alone, and what was done."""
+    done: list[str] = []
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        done.append(f"computed {len(x)}")
+        return ((x * 2).reshape(-1),)
+
+    return compute, done
+
+
+def test_a_shape_is_recorded_once_and_compared_with_the_same_noise() -> None:
+    (compute, done), recording, y = counted(), Recording(wanted=True), torch.zeros(1)
+    found = recording.find(compute, torch.ones(2), y, lambda: done.append("seeded"))
+    assert found is not None
+    assert done == ["computed 2", "seeded", "computed 2", "seeded"]  # recorded, computed, and replayed
+    assert recording.find(compute, torch.ones(2), y, lambda: None) is found
+    others = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(2, 3), torch.ones(3, 2).t()]
+    assert len({id(recording.find(compute, x, y, lambda: None)) for x in others} | {id(found)}) == 5
+    assert recording.find(compute, torch.ones(2), torch.zeros(2), lambda: None) is not found
+    assert len(done) == 4 + 2 * 5
+
+
+def test_so_many_shapes_are_recorded_and_no_more() -> None:
+    (compute, _), recording, y = counted(), Recording(wanted=True), torch.zeros(1)
+    found = [recording.find(compute, torch.ones(n), y, lambda: None) for n in range(1, 11)]
+    assert [graph is not None for graph in found] == [True] * 8 + [False] * 2
+    assert recording.find(compute, torch.ones(3), y, lambda: None) is found[2]
+
+
+def test_what_is_not_wanted_is_not_recorded() -> None:
+    compute, done = counted()
+    assert Recording(wanted=False).find(compute, torch.ones(2), torch.zeros(1), lambda: None) is None
+    assert done == []
+
+
+def test_a_recording_with_other_bits_is_given_up_with_a_warning() -> None:
+    calls, recording, y = itertools.count(), Recording(wanted=True), torch.zeros(1)
+    compute = lambda x, y: (x + next(calls),)  # noqa: E731
+    with pytest.warns(UserWarning, match="is not recorded on the GPU, and so slower: its bits are not those of its"):
+        assert recording.find(compute, torch.ones(2), y, lambda: None) is None
+    assert recording.find(compute, torch.ones(3), y, lambda: None) is None  # and nothing is tried again
+    assert next(calls) == 2
+
+
+def test_an_rnn_with_dropout_between_its_layers_keeps_state() -> None:
+    def kept(kind: Any, *sizes: int, **settings: Any) -> bool:
+        return keeps_state(nn.Sequential(nn.Linear(2, 2), kind(2, 2, *sizes, **settings)))
+
+    assert kept(nn.LSTM, 2, dropout=0.5)
+    assert kept(nn.RNN, 3, dropout=0.1)
+    assert not kept(nn.GRU, 2)
+    assert not kept(nn.Linear)
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that this dropout has no effect
+        assert not kept(nn.GRU, 1, dropout=0.5)
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU without one, for what happens around a recording. Which states its generator was given."""
+    given: list[str] = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    generator = SimpleNamespace(clone_state=lambda: "as it was", graphsafe_set_state=given.append)
+    for name, fake in {
+        "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda stream: nullcontext(),
+        "graph_pool_handle": lambda: "pool", "current_device": lambda: 0, "default_generators": [generator],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return given
+
+
+def failing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    def fail(*about: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(recorder, "Recorded", fail)
+    return Recorder(wanted=True)
+
+
+def test_a_model_that_cannot_be_recorded_is_computed_without(
+    restored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quietly, if it does what no graph can do; with the reason, if it is not known why."""
+    given = counted()[0], torch.ones(2), torch.zeros(1), lambda: None
+    quiet = failing(RuntimeError("operation not permitted when stream is capturing"), monkeypatch)
+    assert quiet.find(*given) is None  # warnings are errors here
+    loud = failing(RuntimeError("the library is gone\nand more of it"), monkeypatch)
+    with pytest.warns(UserWarning, match="not recorded on the GPU, and so slower: the library is gone$"):
+        assert loud.find(*given) is None
+    assert (quiet.wanted, loud.wanted, restored) == (False, False, ["as it was"] * 2)
+    full = failing(torch.OutOfMemoryError("no memory"), monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        full.find(*given)
+
+
+def test_a_model_that_draws_on_the_host_is_not_recorded(restored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing = failing(AssertionError("it was recorded"), monkeypatch)
+    assert drawing.find(lambda x, y: (x + torch.rand(2),), torch.ones(2), torch.zeros(1), lambda: None) is None
+    assert (drawing.wanted, restored) == (False, [])

@@ -78,7 +78,7 @@ import numpy as np
 from samestep.runs import checkpoint
 from samestep.fingerprint import of_weights
 from samestep.runs.folder import RunFolder
-from samestep.runs.log import chain, events
+from samestep.runs.log import events
 from samestep.runs.run import Run
 
 os.fsync = lambda file: None  # what was written is there after a kill, if not after a loss of power
@@ -96,8 +96,9 @@ def session(folder, every, stop=None):
     made({"event": "resume" if first else "start", "devices": ["cpu"]})
 
     def save(step):
-        about = {"step": step, "recipe": RECIPE, "chain": chain(prints), "metric": None}
-        made.save(about, {f"model:{name}": tensor for name, tensor in weights(step).items()})
+        about = {"step": step, "recipe": RECIPE, "history": [], "metric": None}
+        known = np.array([int(p, 16) for p in prints], np.uint64)
+        made.save(about, {f"model:{name}": tensor for name, tensor in weights(step).items()} | {"log:fingerprints": known})
 
     for step in range(first, STEPS):
         prints.append(f"{step:016x}")
@@ -158,7 +159,7 @@ def recovers(folder, every):
     try:
         first = session(folder, every)
     except ValueError as error:
-        refused = f"run folder {folder} holds a finished run without a checkpoint: choose another, or delete it"
+        refused = f"run folder {folder} holds a finished run without a checkpoint: choose another run_dir, or delete it"
         assert str(error) == refused and ended and not every, error
         return
     assert first == max(whole, default=0), f"went on from step {first}, had checkpoints {whole}"

@@ -19,7 +19,7 @@ import samestep as ss
 from conformance import suite
 from conformance.precision import PRECISIONS, computing_in, double
 from samestep import draws, models
-from samestep.data import fashion
+from samestep.d2l import fashion
 from samestep.fingerprint import of_weights
 from samestep.screen import cli
 

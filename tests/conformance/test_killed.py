@@ -43,7 +43,7 @@ def kill(script, model, devices, folder, step):
     with Start(job, Way(devices), folder, every=1) as start:
         there = start.until(lambda: start.steps() >= step and any(checkpoint.paths(folder)))
         assert there, start.said()
-        assert start.kill([0]), start.said()
+        assert start.lose([0]), start.said()
 
 
 # Every kill is a process that compiles anew: where that takes long, one model with dropout and batch norm is enough.

@@ -57,9 +57,8 @@ def started(count: int, folder: Path, *more: object) -> tuple[int, str, list[dic
     command = [sys.executable, job.__file__, str(folder), *map(str, more)]
     with (
         open(folder / "output", "w+") as output,
-        launch.of(ENGINE)(command, count, os.environ, output.fileno()) as processes,
+        launch.Processes(command, count, os.environ, ENGINE, output.fileno()) as processes,
     ):
-        processes.start()
         status = processes.wait()
         output.seek(0)
         return status, output.read(), [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]

@@ -177,3 +177,60 @@ def settings():
         "matmul precision, as a context": context(jax.default_matmul_precision("bfloat16")),
         "threefry, as a context": context(jax.threefry_partitionable(False)),
     }
+
+
+# What breaks the rules (test_rehearsal.py)
+
+
+class Plain(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.inner, self.outer = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(nnx.relu(self.inner(x)))
+
+
+class ThroughALambda(Plain):
+    def __init__(self):
+        super().__init__()
+        self.through = lambda x: self.outer(x)
+
+    def __call__(self, x):
+        return self.through(nnx.relu(self.inner(x)))
+
+
+class LearnedScale(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, output, y):
+        return cross_entropy(output * self.scale[...], y)
+
+
+def line(factor=lambda: 1.0):
+    """A linear model, times whatever a function gives."""
+    return models.Pair(lambda w, x: x @ w["weight"] * factor(), {"weight": jnp.ones((6, 3)) * jnp.arange(3)})
+
+
+def call_itself():
+    weights = {"weight": jnp.ones((6, 3))}
+    return models.Pair(lambda w, x: x @ weights["weight"], weights)
+
+
+def unruly(counter, draws):
+    """What is done → the model, settings, what the error says, and what happens without a rehearsal."""
+    traced = "another program when it is traced again"
+    return {
+        "a model calls itself through a closure": (call_itself, {}, "no trained weight gets a gradient", "stays"),
+        "a layer is called through a closure": (ThroughALambda, {}, "depends on a parameter .'outer.(kernel|bias)'", "moves"),
+        "Python's random": (lambda: line(draws.random), {}, f"{traced}.*Python's", "differs"),
+        "a counter": (lambda: line(counter), {}, traced, "differs"),
+        "a loss with a counter": (line, {"loss": lambda o, y: cross_entropy(o, y) * counter()}, traced, None),
+        "a loss with a parameter": (Plain, {"loss": LearnedScale()}, "a parameter .of LearnedScale", None),
+    }  # fmt: skip
+
+
+def late(counter):
+    """A model that begins to look at a counter after some calls."""
+    return line(lambda: jax.pure_callback(lambda: np.float32(counter()), jax.ShapeDtypeStruct((), jnp.float32)))

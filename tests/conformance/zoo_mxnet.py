@@ -142,3 +142,68 @@ def settings():
         "sums of gradients": variable("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", "1"),
         "size of bulks": (lambda: mx.engine.set_bulk_size(1), lambda: mx.engine.set_bulk_size(15)),
     }
+
+
+# What breaks the rules (test_rehearsal.py)
+
+
+class Plain(gluon.Block):
+    def __init__(self, factor=lambda: 1.0):
+        super().__init__()
+        self.factor = factor
+        with self.name_scope():
+            self.inner, self.outer = nn.Dense(8, activation="relu", in_units=6), nn.Dense(3, in_units=8)
+        mx.random.seed(0)
+        self.initialize()
+
+    def forward(self, x):
+        return self.outer(self.inner(x)) * self.factor()
+
+
+class ThroughALambda(Plain):
+    def __init__(self):
+        super().__init__()
+        self.through = lambda x: self.outer(x)
+
+    def forward(self, x):
+        return self.through(self.inner(x))
+
+
+class LearnedScale(gluon.Block):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.scale = self.params.get("scale", shape=(1,), init="ones")
+        self.initialize()
+
+    def forward(self, output, y):
+        return entropy_of(output * self.scale.data(), y)
+
+
+def entropy_of(output, y):
+    return gluon.loss.SoftmaxCrossEntropyLoss()(output, y)
+
+
+def call_itself():
+    model = Plain()
+    forward = model.forward
+    model.forward = lambda x: forward(x)
+    return model
+
+
+def unruly(counter, draws):
+    """What is done → the model, settings, what the error says, and what happens without a rehearsal."""
+    other = "(the loss|its result) is not the same"
+    return {
+        "a model calls itself through a closure": (call_itself, {}, "depends on a parameter", None),
+        "a layer is called through a closure": (ThroughALambda, {}, "depends on a parameter", None),
+        "Python's random": (lambda: Plain(draws.random), {}, f"{other}.*Python's", "differs"),
+        "a counter": (lambda: Plain(counter), {}, other, "differs"),
+        "a loss with a counter": (Plain, {"loss": lambda o, y: entropy_of(o, y) * counter()}, other, "differs"),
+        "a loss with a parameter": (Plain, {"loss": LearnedScale()}, "a parameter .'.*scale' of the loss", None),
+    }  # fmt: skip
+
+
+def late(counter):
+    """A model that begins to look at a counter after some calls."""
+    return Plain(counter)

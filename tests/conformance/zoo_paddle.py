@@ -116,7 +116,8 @@ def changes():
         "the momentum of batch norm": ({}, {"model": lambda: small(momentum=0.7)}, "model.norm"),
         "a frozen layer": ({}, {"model": lambda: small(frozen=True)}, "model.first"),
         "a hook": ({"model": lambda: hooked(1)}, {"model": lambda: hooked(2)}, "<lambda>()"),
-        "the rate of a layer": ({"model": lambda: with_rates(1.0)}, {"model": lambda: with_rates(0.5)}, "model.last"),
+        "the rate of a layer": ({"model": lambda: with_rates(1.0), "optimizer": sgd},
+                                {"model": lambda: with_rates(0.5), "optimizer": sgd}, "model.last"),
         "the formula of a schedule": ({"schedule": lambda t: 0.1}, {"schedule": lambda t: 0.1 + t}, "<lambda>()"),
         "how an optimizer is made": ({"optimizer": lambda p: sgd(0.1, parameters=p)},
                                      {"optimizer": lambda p: sgd(0.1, parameters=list(p))}, "<lambda>()"),
@@ -144,3 +145,107 @@ def settings():
         ),
         "threads": (lambda: paddle.base.core.set_num_threads(2), lambda: paddle.base.core.set_num_threads(1)),
     }
+
+
+# What breaks the rules (test_rehearsal.py)
+
+
+class Plain(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        paddle.seed(0)
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.outer(F.relu(self.inner(x)))
+
+
+class Momentum(Plain):
+    """A second encoder that follows the first, as in MoCo, BYOL and mean teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.follower = nn.Linear(6, 8)
+        for p in self.follower.parameters():
+            p.stop_gradient = True
+
+    def forward(self, x):
+        with paddle.no_grad():
+            for own, first in zip(self.follower.parameters(), self.inner.parameters(), strict=True):
+                paddle.assign(own * 0.9 + first * 0.1, own)
+        return self.outer(F.relu(self.inner(x) + self.follower(x)))
+
+
+class Scaled(Plain):
+    def forward(self, x):
+        with paddle.no_grad():
+            self.inner.weight.scale_(0.99)
+        return super().forward(x)
+
+
+class ThroughALambda(Plain):
+    def __init__(self):
+        super().__init__()
+        self.through = lambda x: self.outer(x)
+
+    def forward(self, x):
+        return self.through(F.relu(self.inner(x)))
+
+
+class Times(Plain):
+    """The output times whatever a function gives."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * self.factor()
+
+
+SAID = []  # what a model tells its loss, behind the back of everybody
+
+
+class Aside(Plain):
+    def forward(self, x):
+        hidden = self.inner(x)
+        SAID[:] = [hidden.square().mean()]
+        return self.outer(F.relu(hidden))
+
+
+class LearnedScale(nn.Layer):
+    def __init__(self):
+        super().__init__()
+        self.scale = self.create_parameter([1])
+
+    def forward(self, output, y):
+        return F.cross_entropy(output * self.scale, y)
+
+
+def call_itself():
+    model = Plain()
+    forward = model.forward
+    model.forward = lambda x: forward(x)
+    return model
+
+
+def unruly(counter, draws):
+    """What is done → the model, settings, what the error says, and what happens without a rehearsal."""
+    written, other = "was written to in the forward pass", "(the loss|its result) is not the same"
+    return {
+        "a frozen parameter is written": (Momentum, {}, f"'follower.weight' {written}", None),
+        "a weight is scaled": (Scaled, {}, f"'inner.weight' {written}.*only the optimizer", None),
+        "a model calls itself through a closure": (call_itself, {}, "no trained weight gets a gradient", "stays"),
+        "a layer is called through a closure": (ThroughALambda, {}, "depends on a parameter .'outer.(weight|bias)'", "moves"),
+        "Python's random": (lambda: Times(draws.random), {}, f"{other}.*Python's", "differs"),
+        "a counter": (lambda: Times(counter), {}, other, "differs"),
+        "a loss with a counter": (Plain, {"loss": lambda o, y: F.cross_entropy(o, y) * counter()}, other, "differs"),
+        "a loss with a parameter": (Plain, {"loss": LearnedScale()}, "a parameter .'scale' of the loss", None),
+        "a loss through a global": (Aside, {"loss": lambda o, y: F.cross_entropy(o, y) + SAID[0]},
+                                    "not the same|but not again", None),
+    }  # fmt: skip
+
+
+def late(counter):
+    """A model that begins to look at a counter after some calls."""
+    return Times(counter)

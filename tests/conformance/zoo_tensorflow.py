@@ -1,6 +1,7 @@
 """The models of the conformance suite in TensorFlow, small enough for many fits."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import config
 
@@ -159,3 +160,45 @@ def settings():
         "functions run eagerly": (lambda: eagerly(True), lambda: eagerly(False)),
         "determinism": (tf.config.experimental.enable_op_determinism, config.disable_op_determinism),
     }  # fmt: skip
+
+
+# What breaks the rules (test_rehearsal.py)
+
+
+class Plain(tf.Module):
+    def __init__(self, factor=lambda: 1.0):
+        super().__init__()
+        self.factor = factor
+        self.weight = tf.Variable(tf.reshape(tf.range(18.0), (6, 3)) / 18)
+
+    def __call__(self, x):
+        return x @ self.weight * self.factor()
+
+
+class Scale(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = tf.Variable(1.0)
+
+    def __call__(self, output, y):
+        return entropy_of(output * self.scale, y)
+
+
+def entropy_of(output, y):
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
+
+
+def unruly(counter, draws):
+    """What is done → the model, settings, what the error says, and what happens without a rehearsal."""
+    traced = "another program when it is traced again"
+    return {
+        "Python's random": (lambda: Plain(draws.random), {}, f"{traced}.*Python's", "differs"),
+        "a counter": (lambda: Plain(counter), {}, traced, "differs"),
+        "a loss with a counter": (Plain, {"loss": lambda o, y: entropy_of(o, y) * counter()}, traced, "differs"),
+        "a loss with a parameter": (Plain, {"loss": Scale()}, "not among its variables", None),
+    }  # fmt: skip
+
+
+def late(counter):
+    """A model that begins to look at a counter after some calls."""
+    return Plain(lambda: tf.numpy_function(lambda: np.float32(counter()), [], tf.float32))

@@ -124,6 +124,154 @@ def settings():
     }  # fmt: skip
 
 
+# What breaks the rules (test_rehearsal.py)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu())
+
+
+class Momentum(Plain):
+    """A second encoder that follows the first, as in MoCo, BYOL and mean teacher."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.follower = how, nn.Linear(6, 8).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for own, first in zip(self.follower.parameters(), self.inner.parameters(), strict=True):
+                if self.how == "copy_":
+                    own.copy_(own * 0.9 + first * 0.1)
+                elif self.how == "data":
+                    own.data.mul_(0.9).add_(first.data * 0.1)
+                else:
+                    own.data = own.data * 0.9 + first.data * 0.1
+        return self.outer((self.inner(x) + self.follower(x)).relu())
+
+
+class Scaled(Plain):
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def forward(self, x):
+        with torch.no_grad():
+            (self.inner.weight.data if self.data else self.inner.weight).mul_(0.99)
+        return super().forward(x)
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.outer = nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.outer(self.words((x.abs() * 3).long().clamp(0, 9)).mean(1))
+
+
+class ThroughALambda(Plain):
+    def __init__(self):
+        super().__init__()
+        self.through = lambda x: self.outer(x)
+
+    def forward(self, x):
+        return self.through(self.inner(x).relu())
+
+
+class Times(Plain):
+    """The output times whatever a function gives."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * self.factor()
+
+
+class Own(Plain):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return super().forward(x) * torch.rand((), generator=self.generator)
+
+
+SAID = []  # what a model tells its loss, behind the back of everybody
+
+
+class Aside(Plain):
+    def forward(self, x):
+        hidden = self.inner(x)
+        SAID[:] = [hidden.square().mean()]
+        return self.outer(hidden.relu())
+
+
+class LearnedScale(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output, y):
+        self.calls = self.calls + 1
+        return nn.functional.cross_entropy(output * self.scale, y)
+
+
+def call_itself():
+    model = Plain()
+    forward = model.forward
+    model.forward = lambda x: forward(x)
+    return model
+
+
+def cross_entropy(output, y):
+    return nn.functional.cross_entropy(output, y)
+
+
+def closed_over():
+    inner = LearnedScale()
+    return lambda output, y: inner(output, y)
+
+
+def unruly(counter, draws):
+    """What is done → the model, settings, what the error says, and what happens without a rehearsal."""
+    written, other = "was written to in the forward pass", "(the loss|its result) is not the same"
+    return {
+        **{f"a frozen parameter is written, {how}": (lambda how=how: Momentum(how), {}, f"'follower.weight' {written}", None)
+           for how in ("copy_", "data = ")},
+        "the data of a frozen parameter is written": (lambda: Momentum("data"), {}, f"'follower.weight' {written}", "differs"),
+        "a weight is scaled": (lambda: Scaled(False), {}, f"a trained weight {written}", None),
+        "the data of a weight is scaled": (lambda: Scaled(True), {}, f"'inner.weight' {written}.*only the optimizer", None),
+        "max_norm": (Renormed, {}, f"a trained weight {written}.*max_norm", None),
+        "a model calls itself through a closure": (call_itself, {}, "no trained weight gets a gradient", "stays"),
+        "a layer is called through a closure": (ThroughALambda, {}, "depends on a parameter .'outer.(weight|bias)'", "moves"),
+        "Python's random": (lambda: Times(draws.random), {}, f"{other}.*Python's", "differs"),
+        "a counter": (lambda: Times(counter), {}, other, "differs"),
+        "a generator of its own": (Own, {}, other, "differs"),
+        "a loss with a counter": (Plain, {"loss": lambda o, y: cross_entropy(o, y) * counter()}, other, "differs"),
+        "a loss with a buffer": (Plain, {"loss": LearnedScale()}, f"'loss.calls' {written}", None),
+        "a loss that closes over a parameter": (Plain, {"loss": closed_over()}, r"a parameter .of shape \(\)", None),
+        "a loss through a global": (Aside, {"loss": lambda o, y: cross_entropy(o, y) + SAID[0]}, "not the same", None),
+    }  # fmt: skip
+
+
+def late(counter):
+    """A model that begins to look at a counter after some calls."""
+    return Times(counter)
+
+
 # Layers large enough for every kernel (tests/portable.py)
 
 

@@ -20,17 +20,19 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import samestep as ss
 from samestep import draws
 from samestep.backends.torch.backend import backend
-from samestep.data import feed as feeding
 from samestep.data.examples import Data, Source
 from samestep.data.feed import READ_AHEAD, Feed
-from samestep.devices import cpu
-from samestep.errors import Invalid, WrongType
+from samestep.devices import Device, cpu, gpu
+from samestep.errors import DevicesDiffer, Invalid, WrongType
 from samestep.models.torch import mlp
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((50, 5)).astype(np.float32)
 Y = RANDOM.integers(0, 3, 50)
 TX, TY = X[:11] + 1, Y[:11]
+
+
+UNCHECKED = {"rehearse": False, "check_every": None}  # each example is read once
 
 
 def fit(data: Any, **settings: Any) -> ss.Run:
@@ -140,8 +142,8 @@ def test_another_byte_gives_another_fingerprint(plain: ss.Run) -> None:
 
 def test_a_map_style_dataset_is_asked_once_for_a_shard_if_it_can_answer() -> None:
     by_item, by_shard = Items(), ManyItems()
-    fit(by_item, max_epochs=1)
-    fit(by_shard, max_epochs=1)
+    fit(by_item, max_epochs=1, **UNCHECKED)
+    fit(by_shard, max_epochs=1, **UNCHECKED)
     assert all(isinstance(asked, int) for asked in by_item.asked)
     # the first example shows what the model gives; 32 are hashed, and four of them read again
     assert len(by_item.asked) == 1 + 32 + 4 + 50
@@ -184,6 +186,31 @@ def test_refused_when_data_is_made(train: Any, error: type[Exception], message: 
     with pytest.raises(error) as caught:
         Data(train=(X, Y), test=train if train is not None else iter([]))
     assert str(caught.value).startswith("test")
+
+
+ON_GPU, BESIDE = torch.from_numpy(X), torch.from_numpy(Y)
+
+
+@pytest.mark.parametrize(
+    ("pair", "where"),
+    [
+        ((ON_GPU, Y), "x on cuda:1, y on cpu"),
+        ((ON_GPU, BESIDE), "x on cuda:1, y on cpu"),
+        ((X[:, 0], ON_GPU), "x on cpu, y on cuda:1"),
+    ],
+    ids=["a tensor and an array", "two tensors", "an array and a tensor"],
+)
+def test_x_and_y_on_different_devices_are_refused_when_data_is_made(
+    pair: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no GPU here: the backend is told that one of the tensors is on it."""
+    monkeypatch.setattr(type(backend), "device_of", lambda self, array: gpu(1) if array is ON_GPU else cpu())
+    message = f"arrays are on different devices ({where}): move them to one with samestep.put(x, device)"
+    for make in (lambda: Data(train=pair), lambda: Data(train=(X, Y), test=pair)):
+        with pytest.raises(DevicesDiffer) as caught:
+            make()
+        assert str(caught.value) == message
+    assert len(Data(train=(ON_GPU, ON_GPU)).train) == len(Data(train=(BESIDE, Y)).train) == 50
 
 
 def after_the_first(give: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -310,6 +337,60 @@ def test_bytes_with_a_model_that_wants_numbers() -> None:
         fit((X.astype(np.uint8), Y))
 
 
+# Where they are kept
+
+
+class Counting:
+    """A framework whose devices have 1000 bytes, of which `free` are not in use."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.placed: list[tuple[str, int]] = []
+
+    def memory(self, device: Device) -> tuple[int, int]:
+        return 1000, 1000 - self.free
+
+    def put(self, array: Any, device: Device) -> Any:
+        self.placed.append((str(device), array.nbytes))
+        return array
+
+    def index(self, order: Any, device: Device) -> Any:
+        return order
+
+    def take(self, array: Any, index: Any) -> Any:
+        return array[index]
+
+    def copy(self, array: Any, device: Device) -> Any:
+        raise AssertionError("it was read, not gathered")
+
+
+def fed(counting: Counting, device: Device) -> Feed:
+    framework: Any = counting
+    return Feed(framework, Data((X, Y)).train, [device, device], 3)  # 1000 bytes and 400
+
+
+def test_arrays_in_memory_are_put_on_the_cpu_once_and_gathered_there_however_little_is_free() -> None:
+    """They take no more memory than they have already."""
+    counting = Counting(free=0)
+    feed = fed(counting, cpu())
+    assert counting.placed == [("cpu", 1000), ("cpu", 400)]
+    assert feed._readers is None
+    order = draws.order(5, 0, 50)
+    x, y = feed.start(order, [(0, 4)]).shard((0, 4), cpu())
+    assert (x.tolist(), y.tolist()) == (X[order[:4]].tolist(), Y[order[:4]].tolist())
+    assert len(counting.placed) == 2
+    x, _ = Feed(backend, Data((X, Y)).train, [cpu()], 3).resident[cpu()]
+    assert x.data_ptr() == X.ctypes.data  # PyTorch uses their memory
+
+
+def test_arrays_are_put_on_a_gpu_if_a_quarter_of_what_is_free_will_do() -> None:
+    enough, short = Counting(free=5600), Counting(free=5599)
+    feed = fed(enough, gpu(0))
+    assert (enough.placed, feed._readers) == ([("cuda:0", 1000), ("cuda:0", 400)], None)
+    feed = fed(short, gpu(0))
+    assert (short.placed, feed.resident) == ([], {})
+
+
 # Reading ahead
 
 
@@ -377,10 +458,9 @@ def test_never_more_than_read_ahead_shards_ahead_and_always_that_many(ahead: Any
     assert all(name.startswith("samestep-read") for name in source.threads)
 
 
-def test_one_reader_reads_in_the_order_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding.os, "cpu_count", lambda: 1)
+def test_one_thread_reads_in_the_order_of_the_pass() -> None:
     source = Recorder()
-    fit(source, devices=2)
+    fit(source, devices=2, **UNCHECKED)
     assert source.threads[0] == threading.current_thread().name  # the one example that shows what the model gives
     assert source.reads[0] == [0]
     assert set(source.threads[LOOKS:]) == {"samestep-read_0"}
@@ -391,7 +471,7 @@ def test_one_reader_reads_in_the_order_of_the_pass(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("devices", [1, 3])
 def test_each_example_once_per_epoch(devices: int) -> None:
     train, test = Recorder(), Recorder(TX, TY)
-    fit(Data(train, test), devices=devices, max_epochs=3)
+    fit(Data(train, test), devices=devices, max_epochs=3, **UNCHECKED)
     assert Counter(flat(train.reads[LOOKS:])) == dict.fromkeys(range(50), 3)
     counts = Counter(flat(test.reads[LOOKS:]))
     assert all(counts[i] == 3 for i in range(1, 11))  # example 0 may be looked at once more, before training
@@ -400,7 +480,7 @@ def test_each_example_once_per_epoch(devices: int) -> None:
 
 def test_with_replacement_reads_what_was_drawn() -> None:
     source = Recorder()
-    fit(source, max_epochs=1, sampling="with_replacement")
+    fit(source, max_epochs=1, sampling="with_replacement", **UNCHECKED)
     drawn = draws.order(0, 0, 50, "with_replacement").tolist()
     assert Counter(flat(source.reads[LOOKS:])) == Counter(drawn)
     assert max(Counter(drawn).values()) > 1
@@ -501,7 +581,7 @@ def test_a_source_that_is_different_each_time_is_not_checked() -> None:
     random = np.random.default_rng(0)
     source = Store(give=lambda i: (X[i] + random.random(), Y[i]))
     assert Data(train=source).train.identity()["sample"] is None
-    run = fit(source)
+    run = fit(source, **UNCHECKED)
     assert "train, which gives other examples each time" in run.recipe["unchecked"]
 
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import samestep.schedules.exports.torch
 from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
-from samestep.backends.torch.scheduler import read
+from samestep.backends.torch.scheduler import read, read_all
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
 from samestep.schedules.exports.torch import Scheduler as scheduler
@@ -214,11 +214,14 @@ def test_read_changes_nothing() -> None:
     theirs = lr_scheduler.OneCycleLR(loop.optimizer, 0.5, 100)
     loop.run(theirs, 10)
     before = copy.deepcopy((theirs.state_dict(), loop.optimizer.state_dict()))
-    rates = read(theirs, 50)
+    rates, moved = read_all(theirs, 50)
     assert (theirs.state_dict(), loop.optimizer.state_dict()) == before
     assert theirs.optimizer is loop.optimizer
     assert [np.float32(rate) for rate in rates] == float32(one_cycle(0.5, 100).shift(10), 50)
     assert loop.optimizer.state  # the momentum is still there
+    loop.run(theirs, 20)
+    assert [moved[20][0]["momentum"]] == [group["momentum"] for group in loop.optimizer.param_groups]
+    assert len({groups[0]["momentum"] for groups in moved}) > 40
 
 
 def test_read_copies_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:

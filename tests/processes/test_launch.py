@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import process_job
@@ -126,6 +129,46 @@ def test_no_child_outlives_the_starter(engine: str, tmp_path: Path) -> None:
     process_job.await_(lambda: not any(map(is_running, pids)), "children are left")
 
 
+GRANDCHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+"""
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_starter_takes_all_along(engine: str, watched: bool, tmp_path: Path) -> None:
+    """Also what they have started, and the output that they had open. Nobody is left without the process that watches."""
+    starter, folder = STARTER, tmp_path / "told"
+    folder.mkdir()
+    if not watched:  # the broken twin
+        twin = tmp_path / "rank.py"
+        code = Path(launch.wrapper.__file__).read_text()
+        twin.write_text(code.replace("watch(int(lifeline))", "os.fork() or signal.pause()"))
+        starter = STARTER.replace("sys.exit", f"launch.wrapper.__file__ = {str(twin)!r}\nsys.exit", 1)
+    child = CHILD.format(needed=99, status=0).replace("import os", GRANDCHILD + "import os", 1)
+    child = child.replace(".write_text(str(os.getpid()))", '.write_text(f"{os.getpid()} {child.pid}")')
+    started = command("-c", starter, engine, child, 10, folder)
+    files = [folder / f"{rank}.pid" for rank in range(3)]
+    process_job.await_(lambda: all(file.exists() for file in files) or started.poll() is not None, "no children")
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    assert len(pids) == 6
+    assert all(map(is_running, pids))
+    started.kill()
+    try:
+        if watched:
+            process_job.await_(lambda: not any(map(is_running, pids)), "children are left")
+            assert finish(started) == (-signal.SIGKILL, "")  # all have closed its standard error
+        else:
+            started.wait()
+            assert all(map(is_running, pids))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(os.getpgid(pid), signal.SIGKILL)
+        started.communicate()
+
+
 @pytest.mark.parametrize(
     ("script", "found", "engine"),
     [
@@ -161,3 +204,17 @@ def test_the_engine_of_the_built_in_job(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launch, "mpiexec", lambda: "mpiexec")
     assert [launch.engine_for(None, name) for name in (None, "torch", "jax")] == ["torch", "torch", "mpi"]
     assert launch.frameworks(Path("not there.py")) == set()
+
+
+def test_handlers_of_signals_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert launch.launch([sys.executable, "-c", "raise SystemExit(3)"], 1) == 3
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_process_prints_goes_where_ours_goes(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        launch.launch([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr)"], 1, engine) == 0
+    )
+    assert capfd.readouterr() == ("out\n", "err\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,3 +49,20 @@ def test_a_world_that_has_failed_is_not_joined_again(monkeypatch: pytest.MonkeyP
         ProcessFailed, match="^a fit has failed, and its processes cannot be joined again: start the script"
     ):
         mpi.join(get, Place(0, 2, 0, 2, "", "mpi"), 1.0)
+
+
+def test_a_connection_that_is_gone_is_a_process_that_is_gone() -> None:
+    class Gone(Exception):
+        pass
+
+    def test() -> bool:
+        raise Gone
+
+    world = mpi.MpiWorld.__new__(mpi.MpiWorld)
+    world.rank, world.size, world.cause, world._mpi = 0, 3, "", SimpleNamespace(Exception=Gone)
+    assert world._done(2, SimpleNamespace(Test=lambda: 1)) is True
+    with pytest.raises(ProcessFailed, match="^rank 2 is gone: it was killed, or its host was lost$"):
+        world._done(2, SimpleNamespace(Test=test))
+    world.cause = "rank 1 failed: OSError"
+    with pytest.raises(ProcessFailed, match="^rank 1 failed: OSError$"):
+        world._done(2, SimpleNamespace(Test=test))

@@ -16,8 +16,13 @@ from samestep.processes.place import MEET, Place, find, first_host, tasks_per_no
     ("environ", "place"),
     [
         ({}, Place()),
-        ({"RANK": "1"}, Place()),
         ({"RANK": "0", "WORLD_SIZE": "1"}, Place()),
+        ({"WORLD_SIZE": "1"}, Place()),  # of a script for SLURM, run with one task
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "x"}, Place()),  # set for good in many a shell
+        (
+            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            Place(1, 3, 0, 1, "env://", "torchrun"),
+        ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 0, 1, "env://", "torchrun")),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, Place(1, 2, 1, 1, "env://", "torchrun")),
         (
@@ -63,6 +68,7 @@ def test_place_by_slurm(change: dict[str, str], place: Place) -> None:
     assert find(SRUN | change) == place
 
 
+ONE_TASK = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -79,6 +85,10 @@ OPEN_MPI = {
         (HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1"}, Place()),
         (SRUN | HYDRA, Place(3, 4, 1, 2, "", "mpi")),  # mpiexec inside srun
         (SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5"}, Place(4, 5, 0, 1, "tcp://gpu07:29695", "slurm")),  # SLURM's own PMI
+        (ONE_TASK | {"PMI_RANK": "0", "PMI_SIZE": "1"}, Place()),
+        (SRUN | {"WORLD_SIZE": "5", "LOCAL_RANK": "0"}, Place(4, 5, 0, 1, "tcp://gpu07:29695", "slurm")),  # its scripts
+        (OPEN_MPI | {"LOCAL_RANK": "1"}, Place(3, 4, 1, 2, "", "mpi")),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Place(3, 4, 0, 1, "", "mpi")),  # of launchers that tell nothing of hosts
         (HYDRA | {"RANK": "0", "WORLD_SIZE": "2"}, Place(0, 2, 0, 1, "env://", "torchrun")),
     ],
 )
@@ -116,6 +126,25 @@ def test_salloc_without_srun_is_one_process() -> None:
         (HYDRA | {"PMI_RANK": "4"}, "PMI_RANK must be from 0 to PMI_SIZE - 1 = 3, got PMI_RANK=4"),
         (SRUN | {"SLURM_JOB_ID": "a.b"}, "the environment variable SLURM_JOB_ID must be a whole number, got 'a.b'"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST must be a list of hosts, got ''"),
+        (
+            SRUN | {"MASTER_PORT": "99999"},
+            "the environment variable MASTER_PORT must be from 1 to 65535, got 99999",
+        ),
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE not: set RANK and WORLD_SIZE, or unset RANK"),
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE not: set RANK and WORLD_SIZE, or unset RANK"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK not: set RANK and WORLD_SIZE, or unset WORLD_SIZE"),
+        ({"WORLD_SIZE": "x"}, "the environment variable WORLD_SIZE must be a whole number, got 'x'"),
+        (
+            {"LOCAL_RANK": "0"},
+            "LOCAL_RANK is set and RANK and WORLD_SIZE not: set RANK and WORLD_SIZE, or unset LOCAL_RANK",
+        ),
+        (ONE_TASK | {"RANK": "3"}, "RANK is set and WORLD_SIZE not: set RANK and WORLD_SIZE, or unset RANK"),
+        ({"PMI_RANK": "1"}, "PMI_RANK is set and PMI_SIZE not: set PMI_RANK and PMI_SIZE, or unset PMI_RANK"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            "OMPI_COMM_WORLD_SIZE is set and OMPI_COMM_WORLD_RANK not: set OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, "
+            "or unset OMPI_COMM_WORLD_SIZE",
+        ),
     ],
 )
 def test_a_place_that_cannot_be(environ: dict[str, str], message: str) -> None:

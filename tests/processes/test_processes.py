@@ -90,8 +90,8 @@ class ByMpi(Ranks):
         given["environ"] = {MEET: "", **given.get("environ", {})}
         with open(self.folder / "output", "wb") as output:
             command = [sys.executable, str(JOB), job, str(self.folder), json.dumps(given)]
-            self.processes = launching.ByMpiexec(command, count, OUTSIDE, output.fileno())
-            self.processes.start()
+            self.processes = launching.Processes(command, count, OUTSIDE, "mpi", output.fileno())
+            self.processes.__enter__()
 
     def end(self, besides: Sequence[int] = ()) -> list[Seen]:
         self.processes.wait()
@@ -282,11 +282,11 @@ def test_evaluation_is_of_the_model_of_rank_0(launch: Launch, tmp_path: Path) ->
         assert {name: seen.told[name] for name in alone} == alone
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_band_is_sent_while_the_backward_pass_goes_on(devices: int, launch: Launch) -> None:
+@pytest.mark.parametrize(("count", "devices"), [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_band_is_sent_while_the_backward_pass_goes_on(count: int, devices: int, launch: Launch) -> None:
     """The backward pass of the last shard cannot end before the sum of the last layer's band is there."""
     alone = process_job.pausing(lambda: None).fingerprints
-    for seen in launch(3, "overlap", devices=devices).end():
+    for seen in launch(count, "overlap", devices=devices).end():
         assert seen.status == 0, seen
         assert seen.told["run"]["fingerprints"] == alone
         told = seen.told["told"]
@@ -383,6 +383,16 @@ def test_an_exception_in_one_process_ends_all_with_its_message(who: int, meet: s
     where = "after" if meet == "tcp" else "middle"
     ranks = launch(3, "one", meet, **{f"rank {who}": {"befall": ["raise", 1, where]}}).end()
     told = [("ProcessFailed", f"rank {who} failed: ValueError: boom")] * 3
+    told[who] = "ValueError", "boom\nand more of it"
+    check_all(ranks, told)
+
+
+@pytest.mark.parametrize("where", ["middle", "bands"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_while_bands_are_sent_ends_both_processes(who: int, where: str, launch: Launch) -> None:
+    """In the middle, no band is ready. Later, one is on its way, and the others will not come."""
+    ranks = launch(2, "one", name="bands", **{f"rank {who}": {"befall": ["raise", 1, where]}}).end()
+    told = [("ProcessFailed", f"rank {who} failed: ValueError: boom")] * 2
     told[who] = "ValueError", "boom\nand more of it"
     check_all(ranks, told)
 
@@ -490,8 +500,8 @@ def test_a_process_that_never_comes_is_named(launch: Launch) -> None:
     several = launch(4, "one", only=[1], timeout=1)
     first = launch(2, "one", "tcp", only=[1], timeout=1)
     for started in (by_file, by_tcp):
-        check_all(started.end(), [("ProcessFailed", "rank 2 has not come within 3 s: was it started?")] * 2)
-    check_all(several.end(), [("ProcessFailed", "ranks 0, 2, 3 have not come within 1 s: were they started?")])
+        check_all(started.end(), [("ProcessFailed", "rank 2 has not come within 3 s: were all started?")] * 2)
+    check_all(several.end(), [("ProcessFailed", "ranks 0, 2, 3 have not come within 1 s: were all started?")])
     [seen] = first.end()
     assert re.fullmatch(r"rank 1 cannot reach 127\.0\.0\.1:\d+ within 1 s: was rank 0 started\?", seen.error[1]), seen
 
@@ -555,7 +565,7 @@ def test_a_bad_transport_in_one_process_ends_all(launch: Launch) -> None:
 
 @pytest.mark.parametrize("twin", ["adds in the order of ranks", "loses a part", "shuffles by rank"])
 def test_a_broken_twin_is_rejected(twin: str, launch: Launch, expected: dict[str, Any]) -> None:
-    for seen in launch(3, "one", twin=twin).end():
+    for seen in launch(3, "one", twin=twin, check_every=None).end():  # a spot check may notice some of this
         assert seen.status == 0, seen
         with pytest.raises(AssertionError):
             check_same(expected, seen.told)
@@ -567,6 +577,18 @@ def test_a_sum_that_is_lost_on_the_way_to_one_process_is_found_by_all(launch: La
         "device computes wrongly"
     )
     check_all(launch(3, "one", twin="loses a sum").end(), [("ReplicasDiffer", message)] * 3)
+
+
+@pytest.mark.parametrize("engine", ["", "mpi"])
+def test_a_process_that_computes_wrongly_is_found_by_all(engine: str, launch: Launch) -> None:
+    """Each process repeats its own numbers, so only a comparison of two tells: the step, the shard and the devices."""
+    ranks = launch(2, "one", *([engine] if engine else []), twin="computes wrongly", check_every=1).end()
+    for seen in ranks:
+        kind, message = seen.told["error"]
+        assert kind == "NotRepeatable"
+        assert re.match(
+            r"shard \d was computed twice at step 0, on cpu and on cpu: its result is not the same; ", message
+        )
 
 
 def test_a_checkpoint_of_what_rank_0_has_is_rejected(launch: Launch, expected: dict[str, Any], tmp_path: Path) -> None:

@@ -125,8 +125,10 @@ def test_a_checkpoint_is_a_safetensors_file_with_these_names(made: tuple[ss.Run,
         **{f"model:{name}": shape for name, shape in MODEL.items()},
         **{f"average:{name}": shape for name, shape in MODEL.items()},
         **{f"optimizer:{slot}:{name}": MODEL[name] for slot in ("mean", "square") for name in TRAINED},
+        "log:fingerprints": (6,),
     }
-    assert {str(tensor.dtype) for tensor in tensors.values()} == {"float32", "int64"}
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"float32", "int64", "uint64"}
+    assert [f"{print_:016x}" for print_ in tensors["log:fingerprints"]] == run.fingerprints
     for name, weight in run.weights().items():
         assert tensors[f"model:{name}"].tobytes() == weight.tobytes()
     assert run.average is not None
@@ -149,11 +151,17 @@ def test_what_a_checkpoint_says_about_itself(made: tuple[ss.Run, Path]) -> None:
         about = json.loads(metadata["samestep"])
         # no rank, no device, no generator, no place in the data: those follow from the step
         assert sorted(about) == [
-            "average", "chain", "events", "events_sha256", "metric", "recipe", "step", "time",
+            "average", "events", "events_sha256", "history", "metric", "recipe", "step", "time",
         ]  # fmt: skip
         step = about["step"]
         assert about["recipe"] == run.recipe
-        assert about["chain"] == hashlib.sha256("".join(run.fingerprints[:step]).encode()).hexdigest()
+        assert about["history"] == run.history[: step // 3]
+        tensors = load_file(path)
+        assert [f"{print_:016x}" for print_ in tensors["log:fingerprints"]] == run.fingerprints[:step]
+        # losses and hits of the steps of the unfinished epoch, which the log has too
+        told = [event for event in map(json.loads, log[: about["events"]].splitlines()) if event["event"] == "steps"]
+        numbers = [[one, other] for event in told for one, other in zip(event["loss"], event["hits"], strict=True)]
+        assert tensors.get("log:numbers", np.zeros(0)).tolist() == numbers[step // 3 * 3 :]
         assert about["average"] == sum([float(np.float32(0.1))] * step)  # a rate of 0.1 was applied so often
         assert about["metric"] == (run.history[-1]["test_loss"] if step == 6 else None)
         assert log[about["events"] - 1 : about["events"]] == b"\n"
@@ -703,6 +711,9 @@ def test_when_a_fit_writes_checkpoints(every: Any, steps: list[int], folder: Pat
     assert run.fingerprint == fit(max_epochs=3).fingerprint
 
 
+UNCHECKED: dict[str, Any] = {"rehearse": False, "check_every": None}  # they would compute shards, too
+
+
 def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
     shards: list[None] = []  # that have been computed; each takes 2.5 seconds, a step 10
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: 2.5 * len(shards)))
@@ -713,7 +724,7 @@ def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return nn.functional.cross_entropy(output, y)
 
     for every, steps in (("25 s", [3, 6, 9]), ("20 s", [2, 4, 6, 8, 9]), ("0.5 min", [3, 6, 9])):
-        fit(run_dir=tmp_path / every, max_epochs=3, checkpoint_every=every, keep_checkpoints=99, loss=loss)
+        fit(run_dir=tmp_path / every, max_epochs=3, checkpoint_every=every, keep_checkpoints=99, loss=loss, **UNCHECKED)
         assert names(tmp_path / every) == name(*steps)
 
 
@@ -743,7 +754,7 @@ def test_a_slow_disk_gets_the_newest(writer: Callable[..., Writer], tmp_path: Pa
     assert [read(path).tensors["w"].tolist() for path in paths(tmp_path)] == [[0.0] * 4, [4.0] * 4]
 
 
-def test_memory_is_used_again_and_never_mixed(writer: Callable[..., Writer], tmp_path: Path) -> None:
+def test_what_is_written_is_never_mixed(writer: Callable[..., Writer], tmp_path: Path) -> None:
     """Every file holds what its tensors were when it was handed over, while names, shapes and types change."""
     steps, gate, made = 60, threading.Semaphore(0), {}
     writer_ = writer(steps, lambda: assert_acquired(gate))
@@ -758,7 +769,6 @@ def test_memory_is_used_again_and_never_mixed(writer: Callable[..., Writer], tmp
         made[step] = {key: tensor.copy() for key, tensor in tensors.items()}
         writer_.submit({"step": step, "metric": None}, tensors)
         value[:] = -1
-        assert len(writer_._spare) <= 2  # beside the one that waits and the one that is written
         if step % 5 == 0 or step % 7 == 0:
             gate.release(2)
             in_time(writer_.flush)

@@ -758,13 +758,13 @@ def test_what_is_not_a_run(base: Path, twin: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ['{"event": "ste', "", "7", "[1]", '{"event": "steps"}', '{"evnt": 1}', "\x00" * 20])
 def test_a_damaged_line_is_named(base: Path, twin: Path, line: str) -> None:
-    (twin / "events.jsonl").write_bytes(re.sub(rb', "seal": "\w+"', b"", (twin / "events.jsonl").read_bytes()))
-    lines = (twin / "events.jsonl").read_text().splitlines()  # of a run that was written before there were seals
+    lines = (twin / "events.jsonl").read_text().splitlines()
     lines[3] = line
     (twin / "events.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(Invalid) as caught:
         compare(base, twin)
-    assert str(caught.value) == f"{twin / 'events.jsonl'} is damaged: line 4 is not an event"
+    assert str(caught.value).startswith(f"{twin / 'events.jsonl'} is damaged: line 4 is not an event")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("old", "new"), [(b'"epochs": 2', b'"epochs": 3'), (b"0.1", b"0.2"), (b"steps", b"stepz")])
@@ -774,27 +774,31 @@ def test_a_line_that_was_changed_is_named(base: Path, twin: Path, old: bytes, ne
     (twin / "events.jsonl").write_bytes(log.replace(old, new, 1))
     number = log[: log.index(old)].count(b"\n") + 1
     for read in (lambda: compare(base, twin), lambda: ss.Run.load(twin)):
-        with pytest.raises(Invalid, match=f"events.jsonl is damaged: line {number} was changed after it was written$"):
+        with pytest.raises(
+            Invalid,
+            match=f"events.jsonl is damaged: line {number} is not an event, or was changed after it was written$",
+        ):
             read()
     lines = log.splitlines(keepends=True)
     (twin / "events.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(Invalid, match="line 2 was changed"):  # as one is missing
+    with pytest.raises(Invalid, match="line 2 is not an event, or was changed"):  # as one is missing
         compare(base, twin)
 
 
 def test_a_recipe_that_was_changed_is_noticed(base: Path, twin: Path) -> None:
     text = (twin / "recipe.json").read_text()
     (twin / "recipe.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    for read in (lambda: compare(base, twin), lambda: ss.Run.load(twin), lambda: fit(twin)):
+    for read in (lambda: compare(base, twin), lambda: ss.Run.load(twin)):
         with pytest.raises(Invalid, match="recipe.json is damaged: it was changed after it was written"):
             read()
+    with pytest.warns(UserWarning, match="recipe.json is damaged: it was changed after it was written; that of the"):
+        fit(twin)
+    assert compare(base, twin).same
 
 
-def test_steps_with_a_value_missing(base: Path, twin: Path) -> None:
-    told = list(events((twin / "events.jsonl").read_bytes()))
-    told[1]["fingerprint"].pop()
-    write_log(twin, told)
-    with pytest.raises(Invalid, match="is damaged: line 2 is not an event$"):
+def test_a_log_without_seals_is_noticed(base: Path, twin: Path) -> None:
+    (twin / "events.jsonl").write_bytes(re.sub(rb', "seal": "\w+"', b"", (twin / "events.jsonl").read_bytes()))
+    with pytest.raises(Invalid, match="is damaged: line 1 is not an event, or was changed after it was written$"):
         compare(base, twin)
 
 

@@ -11,6 +11,7 @@ import fcntl
 import functools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,10 +43,11 @@ from samestep.backends.torch.fingerprint import VectorFingerprint
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import cpu
-from samestep.errors import Invalid
+from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 from samestep.optimizers.averaging import Averager
 from samestep.optimizers.updating import FlatUpdater
+from samestep.processes.place import OVERRIDES
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import paths, read
 from samestep.runs.run import Run, export
@@ -95,6 +98,14 @@ FUSE = Fuse()
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     be_patient(monkeypatch)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unchecked() -> Iterator[None]:
+    """A fuse counts shards, so only those of updates may be computed: no rehearsal, no spot checks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OVERRIDES, json.dumps({"rehearse": False, "check_every": None}))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -337,6 +348,257 @@ def test_an_optimizer_that_was_made_by_the_user_and_has_a_past(tmp_path: Path) -
     run = fit(run_dir=tmp_path, **settings(dense()))
     assert run.resumed == 5
     same(run, fit(**settings(dense())))
+
+
+# What an optimizer keeps in attributes of its own
+
+
+class Counting(OPTIM.SGD):
+    """A rate that falls with a count of its own, and a mean of the gradients that it makes when it first needs it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3)
+        self.count, self.mean, self.past = 0, {}, [("begin", None)]  # type: ignore[var-annotated]
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for p in self.param_groups[0]["params"]:
+            self.mean[p] = self.mean.get(p, torch.zeros_like(p)) * 0.5 + p.grad
+            p.grad = self.mean[p] / self.count
+        self.past.append((f"update {self.count}", float(self.param_groups[0]["lr"])))
+        self.param_groups[0]["seen"] = torch.tensor([self.count, len(self.past)])
+        return super().step(closure)
+
+
+class SlowWeights(OPTIM.Adam):
+    """Lookahead as a subclass: slow weights in a list, from the start on."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.k = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.k = (self.k + 1) % 2
+        for p, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            if self.k == 0:
+                p.data.copy_(slow.lerp_(p.data, 0.5))
+
+
+class Lookahead(OPTIM.Optimizer):
+    """Lookahead as packages have it: around another optimizer, with groups in common and a state_dict of its own kind."""
+
+    def __init__(self, inner: Any, alpha: float = 0.5) -> None:
+        self.inner, self.alpha, self.param_groups, self.fast = inner, alpha, inner.param_groups, inner.state
+        self.state: Any = defaultdict(dict)
+        self.defaults: Any = {}
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    def state_dict(self) -> Any:
+        return {"slow": {}, "fast": self.inner.state_dict()}
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        for group in self.param_groups:
+            group["counter"] += 1
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if group["counter"] % 2 == 0:
+                    p.data.copy_(slow.add_(p.data - slow, alpha=self.alpha))
+                    assert self.fast[p] is self.inner.state[p]
+
+
+class Views(OPTIM.SGD):
+    """One momentum for all weights, and views of it."""
+
+    def __init__(self, parameters: Any, late: bool = False) -> None:
+        super().__init__(parameters, lr=0.3)
+        if not late:
+            self.make()
+
+    def make(self) -> None:
+        self.flat = torch.zeros(sum(p.numel() for p in self.param_groups[0]["params"]))
+        pieces = self.flat.split([p.numel() for p in self.param_groups[0]["params"]])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, self.param_groups[0]["params"], strict=True)]
+
+    def step(self, closure: Any = None) -> Any:
+        if not hasattr(self, "flat"):
+            self.make()
+        self.flat.mul_(0.9)
+        for p, view in zip(self.param_groups[0]["params"], self.views, strict=True):
+            p.grad = view.add_(p.grad).clone()
+        return super().step(closure)
+
+
+KEEPING: dict[str, Any] = {
+    "a count and lazy tensors": Counting, "slow weights": SlowWeights, "views of one vector": Views,
+    "an optimizer inside": lambda p: Lookahead(OPTIM.Adam(p, lr=0.01)),
+    "a counting one inside": lambda p: Lookahead(Counting(p), alpha=0.7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [dense, Tied])
+@pytest.mark.parametrize("made", ["by a function", "from the model"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_an_optimizer_keeps_in_attributes(name: str, made: str, model: Any, tmp_path: Path) -> None:
+    case = Case(model, {"optimizer": KEEPING[name], "schedule": 0.05})
+
+    def given() -> dict[str, Any]:
+        if made == "by a function":
+            return {}
+        mine = model()
+        return {"model": mine, "optimizer": KEEPING[name]([p for p in mine.parameters() if p.requires_grad])}
+
+    expected = fit(case, **given())
+    interrupted(case, 3, run_dir=tmp_path, checkpoint_every=1, **given())
+    interrupted(case, 2, run_dir=tmp_path, checkpoint_every=1, devices=3, **given())
+    run = fit(case, run_dir=tmp_path, devices=2, **given())
+    assert run.resumed == 5
+    same(run, expected)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_an_optimizer_that_forgets_its_attributes_is_rejected(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin: only what torch calls state is restored, as it once was."""
+    case, load = Case(settings={"optimizer": KEEPING[name], "schedule": 0.05}), TorchUpdater.load
+
+    def forgetful(self: Any, tensors: Any) -> None:
+        fresh = TorchUpdater(KEEPING[name], self.replica, 0.0)
+        load(self, tensors)
+        for old, new in zip(self.optimizer.param_groups, fresh.optimizer.param_groups, strict=True):
+            new.update({key: value for key, value in old.items() if key != "params"})
+        for old, new in zip(self._leaves, fresh._leaves, strict=True):
+            fresh.optimizer.state[new] = self.optimizer.state[old]
+        self.optimizer, self._leaves = fresh.optimizer, fresh._leaves
+
+    interrupted(case, 3, run_dir=tmp_path, checkpoint_every=1)
+    monkeypatch.setattr(TorchUpdater, "load", forgetful)
+    assert fit(case, run_dir=tmp_path, checkpoint_every=None).fingerprint != fit(case).fingerprint
+
+
+def test_attributes_in_the_checkpoint_have_names(tmp_path: Path) -> None:
+    fit(Case(settings={"optimizer": KEEPING["a counting one inside"]}), run_dir=tmp_path)
+    stored = load_file(sorted((tmp_path / "checkpoints").iterdir())[-1])
+    names = {name.removeprefix("optimizer:") for name in stored if name.startswith("optimizer:")}
+    assert {"state.0.weight.slow", "inner.mean.2.bias", "inner.param_groups.0.seen", "attributes"} <= names
+    text = stored["optimizer:attributes"].tobytes().decode()
+    assert '["counter", 8]' in text
+    assert f'"update {STEPS * EPOCHS}"' in text
+
+
+class Drawing(OPTIM.SGD):
+    """It draws from a generator of its own."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.kind, self.draw = kind, random.Random(0) if kind == "Random" else torch.Generator()
+        self.recent = deque([1.0], maxlen=3)
+
+    def step(self, closure: Any = None) -> Any:
+        if self.kind == "deque":
+            self.recent.append(2.0)
+        elif self.kind == "Random":
+            self.draw.random()
+        elif self.kind == "Generator":
+            torch.rand(1, generator=self.draw)
+        elif self.kind == "object":
+            self.memory = Fuse()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "named"), [
+    ("deque", "deque (recent)"), ("Random", "Random (draw)"), ("Generator", "Generator (draw)"), ("object", "Fuse (memory)"),
+])  # fmt: skip
+def test_what_a_checkpoint_cannot_hold_is_refused_by_name(kind: str, named: str, tmp_path: Path) -> None:
+    case = Case(settings={"optimizer": lambda p: Drawing(p, kind)})
+    with pytest.raises(WrongType) as refused:
+        fit(case, run_dir=tmp_path)
+    assert str(refused.value) == (
+        f"the optimizer keeps a {named}, which updates change and a checkpoint cannot hold: pass checkpoint_every=None, or "
+        "another optimizer"
+    )
+    fit(case, run_dir=tmp_path / "none", checkpoint_every=None)
+    fit(
+        Case(settings={"optimizer": lambda p: Drawing(p, "none")}), run_dir=tmp_path / "idle"
+    )  # the twin: they stay as they are
+
+
+def test_memory_that_is_shared_by_what_was_made_later_is_refused(tmp_path: Path) -> None:
+    """Restored one by one, they would no longer share it."""
+    with pytest.raises(WrongType, match=r"keeps a Tensor \(views.0\), which"):
+        fit(Case(settings={"optimizer": lambda p: Views(p, late=True)}), run_dir=tmp_path)
+
+
+def test_the_checkpoint_of_another_optimizer(tmp_path: Path) -> None:
+    updater = backend.updater(Counting, backend.replica(dense(), None, cpu(), 1), 0.0)
+    with pytest.raises(Invalid, match="^the checkpoint is of another optimizer: 'attributes' is only in one of them$"):
+        updater.load({"0.momentum_buffer": np.zeros(1)})
+
+
+def test_a_setting_of_an_optimizer_is_in_the_recipe(tmp_path: Path) -> None:
+    """Else the one in the checkpoint would win, without a word."""
+    model = dense()
+    fit(model=model, optimizer=Lookahead(OPTIM.SGD(model.parameters())), run_dir=tmp_path, max_epochs=1)
+    with pytest.raises(Invalid, match="optimizer has other code or content"):
+        fit(model=model, optimizer=Lookahead(OPTIM.SGD(model.parameters()), alpha=0.4), run_dir=tmp_path)
+
+
+# Schedulers that move more than the rate
+
+
+def cycling(model: nn.Module, kind: str) -> dict[str, Any]:
+    if kind == "CyclicLR":
+        optimizer: Any = OPTIM.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "schedule": OPTIM.lr_scheduler.CyclicLR(optimizer, 0.01, 0.3, 2)}
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": 0.1}]
+    optimizer = OPTIM.AdamW(groups) if "Adam" in kind else OPTIM.SGD(groups, lr=0.1, momentum=0.9)
+    return {"optimizer": optimizer, "schedule": OPTIM.lr_scheduler.OneCycleLR(optimizer, 0.3, STEPS * EPOCHS)}
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "OneCycleLR of Adam", "CyclicLR"])
+def test_a_scheduler_that_moves_momenta(kind: str, tmp_path: Path) -> None:
+    expected = fit(model=(model := dense()), **cycling(model, kind))
+    interrupted(PLAIN, 3, model=(model := dense()), run_dir=tmp_path, checkpoint_every=1, **cycling(model, kind))
+    interrupted(
+        PLAIN, 2, model=(model := dense()), run_dir=tmp_path, checkpoint_every=1, devices=3, **cycling(model, kind)
+    )
+    run = fit(model=(model := dense()), run_dir=tmp_path, devices=2, **cycling(model, kind))
+    assert run.resumed == 5
+    same(run, expected)
+
+
+def test_schedulers_and_more_epochs(tmp_path: Path) -> None:
+    """One of a fixed length ends there, which is said; others go on."""
+    schedulers: dict[str, Any] = {
+        "StepLR": lambda o: OPTIM.lr_scheduler.StepLR(o, 3, 0.5),
+        "LambdaLR": lambda o: OPTIM.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
+        "CyclicLR": lambda o: OPTIM.lr_scheduler.CyclicLR(o, 0.01, 0.3, 2),
+        "OneCycleLR": lambda o: OPTIM.lr_scheduler.OneCycleLR(o, 0.3, STEPS * EPOCHS),
+    }
+    for name, make in schedulers.items():
+
+        def longer(epochs: int, make: Any = make, **settings: Any) -> Run:
+            model = dense()
+            optimizer = OPTIM.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            return fit(model=model, optimizer=optimizer, schedule=make(optimizer), max_epochs=epochs, **settings)
+
+        longer(EPOCHS - 1, run_dir=tmp_path / name)
+        run = longer(EPOCHS, run_dir=tmp_path / name)
+        assert run.resumed == STEPS * (EPOCHS - 1)
+        same(run, longer(EPOCHS))
+    with pytest.raises(Invalid) as refused:
+        longer(EPOCHS + 1, run_dir=tmp_path / "OneCycleLR")
+    assert str(refused.value) == (
+        f"OneCycleLR ends before {STEPS * (EPOCHS + 1)} updates: Tried to step {STEPS * EPOCHS + 1} "
+        f"times. The specified number of total steps is {STEPS * EPOCHS}"
+    )
+
+
+# Again and again, and other ways to stop
 
 
 def test_interrupted_again_and_again(tmp_path: Path) -> None:
@@ -699,7 +961,7 @@ def test_while_a_run_is_made_longer_it_has_no_last_weights(tmp_path: Path) -> No
     assert {"weights.safetensors", "average.safetensors"} <= set(listing(tmp_path))
     interrupted(case, 2, run_dir=tmp_path, max_epochs=3, checkpoint_every=1)
     assert not {"weights.safetensors", "average.safetensors"} & set(listing(tmp_path))
-    with pytest.raises(Invalid, match=r"weights\.safetensors is missing$"):
+    with pytest.raises(Invalid, match="events.jsonl does not come to an end$"):
         Run.load(tmp_path)
     assert export(tmp_path, tmp_path / "now.safetensors") == 10  # not those of step 8
     same(fit(case, run_dir=tmp_path, max_epochs=3), fit(case, max_epochs=3))
@@ -724,7 +986,7 @@ def test_a_run_that_ended_without_checkpoints_is_not_made_again(tmp_path: Path) 
     with pytest.raises(Invalid) as caught:
         fit(run_dir=tmp_path)
     assert str(caught.value) == (
-        f"run folder {tmp_path} holds a finished run without a checkpoint: choose another, or delete it"
+        f"run folder {tmp_path} holds a finished run without a checkpoint: choose another run_dir, or delete it"
     )
     assert contents(tmp_path) == before
 
@@ -778,13 +1040,24 @@ def test_a_branch_that_is_killed_before_its_first_checkpoint_goes_on_where_it_br
 def test_back_to_an_earlier_step(tmp_path: Path, patient: None) -> None:
     case = CASES["momentum"]
     fit(case, run_dir=tmp_path, checkpoint_every=1, keep_checkpoints=99)
-    step = paths(tmp_path)[2]
+    step, *newer = paths(tmp_path)[2:]
     assert step.name == "step-000000003.safetensors"
+    before = contents(tmp_path)
     FUSE.arm(1)
-    with pytest.raises(Interrupted):
-        fit(case, run_dir=tmp_path, resume=step, checkpoint_every=1, keep_checkpoints=99)
+    with pytest.raises(Interrupted), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(case, run_dir=tmp_path, resume=os.path.relpath(step), checkpoint_every=1, keep_checkpoints=99)
     FUSE.arm()
+    assert [(str(one.message), one.filename) for one in told] == [
+        (
+            f"checkpoint {file} is newer than the one that the run goes on from; it is kept as {file.name}.aside",
+            __file__,
+        )
+        for file in newer
+    ]
     assert [path.name for path in paths(tmp_path)] == [f"step-{n:09d}.safetensors" for n in (1, 2, 3, 4)]
+    for file in (*newer, tmp_path / "events.jsonl", tmp_path / "weights.safetensors"):  # none of it was lost
+        assert before[str(file.relative_to(tmp_path))][0] == file.with_name(file.name + ".aside").read_bytes()
     run = fit(case, run_dir=tmp_path, checkpoint_every=1, devices=2)
     assert run.resumed == 4
     same(run, whole("momentum"))
@@ -944,23 +1217,36 @@ def test_after_all_those_refusals_it_goes_on(held: Path, tmp_path: Path) -> None
     same(run, whole("sgd"))
 
 
-def test_a_damaged_recipe_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "null", '{"seed": 0}', ""])
+def test_a_damaged_recipe_is_named(text: str, tmp_path: Path) -> None:
+    """Each checkpoint has the recipe as well, so the run goes on; the damaged file is kept."""
     interrupted(Case(), 3, run_dir=tmp_path, checkpoint_every=1)
-    (tmp_path / "recipe.json").write_text("{")
+    recipe, whole_text = tmp_path / "recipe.json", (tmp_path / "recipe.json").read_text()
+    recipe.write_text(whole_text.replace('"seed": 0', '"seed": 1') if "seed" in text else text)
+    assert refusal(tmp_path, seed=1) == f"seed is 1, was 0{END}"
+    damage = r"recipe\.json is damaged: .*; that of the checkpoint is used; it is kept as recipe\.json\.aside$"
+    with pytest.warns(UserWarning, match=damage) as told:
+        run = fit(run_dir=tmp_path)
+    assert [one.filename for one in told] == [__file__]
+    assert (tmp_path / "recipe.json.aside").read_text() != recipe.read_text() == whole_text
+    assert run.resumed == 3
+    same(run, whole("sgd"))
+    recipe.unlink()
+    assert refusal(tmp_path, seed=1) == f"seed is 1, was 0{END}"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"seed'])
+def test_a_damaged_recipe_without_a_checkpoint_is_refused(text: str, tmp_path: Path) -> None:
+    fit(run_dir=tmp_path, checkpoint_every=None)
+    (tmp_path / "recipe.json").write_text(text)
     before = contents(tmp_path)
     with pytest.raises(Invalid) as caught:
         fit(run_dir=tmp_path)
     assert re.fullmatch(
-        re.escape(f"{tmp_path / 'recipe.json'} is damaged: ") + ".*; choose another run_dir, or delete it",
+        re.escape(f"{tmp_path / 'recipe.json'} is damaged: ") + ".*: choose another run_dir, or delete it",
         str(caught.value),
     )
     assert contents(tmp_path) == before
-    (tmp_path / "recipe.json").unlink()  # deleted: each checkpoint has the recipe as well
-    run = fit(run_dir=tmp_path)
-    assert run.resumed == 3
-    same(run, whole("sgd"))
-    (tmp_path / "recipe.json").unlink()
-    assert refusal(tmp_path, seed=1) == f"seed is 1, was 0{END}"
 
 
 # Damaged folders
@@ -989,7 +1275,13 @@ def resumed_with(folder: Path, *expected: str, step: int | None) -> None:
 
 def unusable(path: Path, why: str, before: bool = True) -> str:
     instead = "the one before it is" if before else "and there is none before it"
-    return f"checkpoint {path} cannot be used, {instead}: {why}"
+    return f"checkpoint {path} cannot be used, {instead}: {why}; it is kept as {path.name}.aside"
+
+
+def mended(log: Path, lost: str, kept: bool = True) -> str:
+    """What is said of a log that does not go with a checkpoint."""
+    told = f"{log} is damaged or missing; steps whose losses and rates are lost: {lost}"
+    return told + "; it is kept as events.jsonl.aside" * kept
 
 
 def damaged(path: Path, before: bool = True) -> str:
@@ -1056,14 +1348,13 @@ def test_a_finished_run_whose_checkpoints_are_damaged_is_not_made_again(tmp_path
     assert contents(tmp_path) == before
 
 
-LOG = "{} does not go with it"
-
-
 def test_a_log_that_is_cut_short(stopped: Path) -> None:
-    """The last checkpoint counts on more of the log than there is."""
+    """The last checkpoint counts on more of the log than there is. It has what it needs itself."""
     log, sixth = stopped / "events.jsonl", paths(stopped)[-1]
     log.write_bytes(log.read_bytes()[: read(sixth).about["events"] - 1])
-    resumed_with(stopped, unusable(sixth, LOG.format(log)), step=5)
+    before = contents(stopped)
+    resumed_with(stopped, mended(log, "5 to 5"), step=6)
+    assert (stopped / "events.jsonl.aside").read_bytes() == before["events.jsonl"][0]
 
 
 def test_what_the_log_has_after_the_checkpoint_does_not_matter(stopped: Path) -> None:
@@ -1075,11 +1366,62 @@ def test_what_the_log_has_after_the_checkpoint_does_not_matter(stopped: Path) ->
 def test_no_log(stopped: Path) -> None:
     log = stopped / "events.jsonl"
     log.unlink()
-    why = f"[Errno 2] No such file or directory: '{log}'"
-    fourth, fifth, sixth = paths(stopped)
-    resumed_with(
-        stopped, unusable(sixth, why), unusable(fifth, why), unusable(fourth, why, before=False), step=None
+    resumed_with(stopped, mended(log, "0 to 5", kept=False), step=6)
+    assert not (stopped / "events.jsonl.aside").exists()
+
+
+@pytest.mark.parametrize("name", ["plateau", "path average", "swa of steps", "sgd"])
+@pytest.mark.parametrize("after", [6, 4])
+def test_a_checkpoint_stands_alone(name: str, after: int, tmp_path: Path) -> None:
+    """Without any log: a Plateau follows the history, and the row of the unfinished epoch needs the losses of its steps."""
+    interrupted(CASES[name], after, run_dir=tmp_path, checkpoint_every=1)
+    (tmp_path / "events.jsonl").write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"losses and rates are lost: 0 to {after - 1}; it is kept as"):
+        run = fit(CASES[name], run_dir=tmp_path, devices=3)
+    assert run.resumed == after
+    same(run, whole(name))
+    stored = Run.load(tmp_path)
+    assert (stored.fingerprints, stored.history) == (run.fingerprints, run.history)
+
+
+def without_test(name: str, folder: Path, **settings: Any) -> Run:
+    """A Plateau that follows the training loss, so that the losses of an unfinished epoch decide its rates."""
+    trainer = ss.Trainer(
+        max_epochs=3, batch_size=12, shards=SHARDS, devices="cpu", progress=False, loss=loss, run_dir=folder / name,
+        schedule=ss.Plateau(0.5, patience=0, threshold=0.4), **settings,
     )  # fmt: skip
+    return trainer.fit(dense(), (X, Y))
+
+
+def loses_its_numbers(patch: pytest.MonkeyPatch) -> None:
+    save = Fit.save
+
+    def without(self: Fit) -> None:
+        table, self.table = self.table, [np.zeros_like(rows) for rows in self.table]
+        save(self)
+        self.table = table
+
+    patch.setattr(Fit, "save", without)
+
+
+@pytest.mark.parametrize("breakage", [None, loses_its_numbers])
+def test_what_a_plateau_follows_is_in_the_checkpoint(
+    breakage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a broken twin, whose checkpoints lack the losses of the unfinished epoch: it ends with other weights."""
+    expected = without_test("whole", tmp_path)
+    if breakage:
+        breakage(monkeypatch)
+    FUSE.arm(6)
+    with pytest.raises(Interrupted):
+        without_test("run", tmp_path, checkpoint_every=1)
+    FUSE.arm()
+    (tmp_path / "run" / "events.jsonl").unlink()
+    with pytest.warns(UserWarning, match="is damaged or missing"):
+        run = without_test("run", tmp_path)
+    assert run.resumed == 6
+    assert len({row["lr"] for row in expected.history}) > 1  # the rate was lowered
+    assert (run.fingerprints == expected.fingerprints) == (breakage is None)
 
 
 def edit_fingerprint(lines: list[Any]) -> None:
@@ -1100,11 +1442,12 @@ def edit_kind(lines: list[Any]) -> None:
 
 @pytest.mark.parametrize("edit", [edit_fingerprint, edit_loss, edit_event, edit_kind])
 def test_a_log_that_was_edited(edit: Callable[[list[Any]], None], stopped: Path) -> None:
+    """By hand, so that the seal does not hold."""
     log, sixth = stopped / "events.jsonl", paths(stopped)[-1]
     lines = [json.loads(line) for line in log.read_bytes()[: read(sixth).about["events"]].splitlines()]
     edit(lines)
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    resumed_with(stopped, unusable(sixth, LOG.format(log)), step=5)
+    resumed_with(stopped, mended(log, "5 to 5"), step=6)
 
 
 def test_any_byte_of_the_log_counts(stopped: Path) -> None:
@@ -1114,33 +1457,44 @@ def test_any_byte_of_the_log_counts(stopped: Path) -> None:
     random = np.random.default_rng(3)
     for at in random.integers(0, end, 40):
         flip(log, int(at))
-        with pytest.raises(UserWarning, match=re.escape(unusable(sixth, LOG.format(log)))):
+        with pytest.raises(UserWarning, match=re.escape(mended(log, "", kept=False))):
             fit(CASES["momentum"], run_dir=stopped)
         log.write_bytes(content)
     resumed_with(stopped, step=6)
 
 
-@pytest.mark.filterwarnings("ignore:checkpoint .* cannot be used")
 def test_a_finished_run_whose_log_was_edited_at_its_beginning(tmp_path: Path, patient: None) -> None:
     fit(CASES["momentum"], run_dir=tmp_path)
     log = tmp_path / "events.jsonl"
-    content = log.read_text()
-    log.write_text(content.replace('"processes": 1', '"processes": 2', 1))
-    with pytest.raises(Invalid, match="is damaged: line 1 was changed after it was written; choose another run_dir"):
-        fit(CASES["momentum"], run_dir=tmp_path, max_epochs=EPOCHS + 1)
-    log.write_text(content)
-    fit(CASES["momentum"], run_dir=tmp_path, max_epochs=EPOCHS + 1)
+    log.write_text(log.read_text().replace('"processes": 1', '"processes": 2', 1))
+    with pytest.warns(UserWarning, match=re.escape(mended(log, "none"))):
+        run = fit(CASES["momentum"], run_dir=tmp_path, max_epochs=EPOCHS + 1)
+    assert run.resumed == STEPS * EPOCHS
+    same(run, fit(CASES["momentum"], max_epochs=EPOCHS + 1))
 
 
-def test_the_chain_is_that_of_the_fingerprints(stopped: Path) -> None:
+def test_a_killed_run_without_checkpoints_whose_log_is_damaged_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samestep.training.fit.LIVE", -1.0)
+    interrupted(Case(), 3, run_dir=tmp_path, checkpoint_every=None)
+    flip(tmp_path / "events.jsonl", 5)
+    before = contents(tmp_path)
+    with pytest.raises(Invalid, match=r"events\.jsonl is damaged: line 1 .*: choose another run_dir, or delete it$"):
+        fit(run_dir=tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_the_fingerprints_of_a_checkpoint_are_those_of_the_log(stopped: Path) -> None:
     """A checkpoint and a log that agree about their bytes, but not about the steps that were made."""
     log, sixth = stopped / "events.jsonl", paths(stopped)[-1]
     found = read(sixth)
-    for change in ({"chain": "0" * 64}, {"step": 5}):
-        checkpoint.write(sixth, checkpoint.pack(found.about | change, found.tensors))
-        with pytest.raises(UserWarning, match=re.escape(unusable(sixth, f"the fingerprints in {log} are not its own"))):
+    other = found.tensors | {"log:fingerprints": found.tensors["log:fingerprints"] ^ np.uint64(1)}
+    for about, tensors in ((found.about, other), (found.about | {"step": 5}, found.tensors)):
+        checkpoint.write(sixth, checkpoint.pack(about, tensors))
+        with pytest.raises(UserWarning, match=re.escape(unusable(sixth, f"{log} does not go with it"))):
             fit(CASES["momentum"], run_dir=stopped)
-    resumed_with(stopped, unusable(sixth, f"the fingerprints in {log} are not its own"), step=5)
+    resumed_with(stopped, unusable(sixth, f"{log} does not go with it"), step=5)
 
 
 def test_a_checkpoint_of_another_kind(stopped: Path) -> None:
@@ -1285,13 +1639,13 @@ def test_without_a_folder_an_interrupt_is_an_ordinary_one() -> None:
     before, seen = [signal.getsignal(each) for each in HANDLERS], []
 
     def act() -> None:
-        seen.append([signal.getsignal(each) for each in HANDLERS])
+        seen.append(signal.getsignal(signal.SIGTERM))
         os.kill(os.getpid(), signal.SIGINT)
 
     FUSE.arm(2, act=act)
     with pytest.raises(KeyboardInterrupt):
         fit()
-    assert seen == [before]
+    assert seen == before[:1]  # one step, and no second one
     assert [signal.getsignal(each) for each in HANDLERS] == before
 
 
@@ -1396,7 +1750,7 @@ def main(go: Path) -> None:
         wait_until(lambda: go.exists())
 
     FUSE.arm(5, act=wait)
-    run = fit(CASES[CASE_OF_A_JOB])
+    run = fit(CASES[CASE_OF_A_JOB], rehearse=False, check_every=None)  # `samestep train` has overrides of its own
     print(run.fingerprint)
 
 

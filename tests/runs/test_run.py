@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from samestep.draws import order
 from samestep.errors import Invalid, NotFinite
 from samestep.fingerprint import of_weights
 from samestep.models.torch import mlp
-from samestep.runs.recipe import read_recipe
+from samestep.runs.recipe import read_recipe, shown
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((40, 5)).astype(np.float32)
@@ -287,13 +288,14 @@ def test_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(Invalid) as caught:
         ss.Run.load(folder)
-    assert str(caught.value) == f"{folder} is not the folder of a finished run: {name} is missing"
+    missing = f"{folder} is not the folder of a run: {name} cannot be read (No such file or directory)"
+    assert str(caught.value).startswith(f"{folder / name} is damaged: No such file" if "weights" in name else missing)
 
 
 def test_load_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     for path in (tmp_path / "file", tmp_path / "nothing", tmp_path):
-        with pytest.raises(Invalid, match="is not the folder of a finished run"):
+        with pytest.raises(Invalid, match="is not the folder of a run"):
             ss.Run.load(path)
 
 
@@ -399,7 +401,7 @@ def test_failing_in_a_later_epoch_keeps_what_is_known(folder: Path) -> None:
     told = events(folder)
     assert [event["event"] for event in told] == ["start", "steps", "epoch"]
     assert told[1]["fingerprint"] == fit(max_epochs=1).fingerprints
-    with pytest.raises(Invalid, match=r"weights\.safetensors is missing"):
+    with pytest.raises(Invalid, match="events.jsonl does not come to an end"):
         ss.Run.load(folder)
 
 
@@ -484,3 +486,19 @@ def test_fingerprint_is_the_same_in_every_process_and_version() -> None:
     # SHA-256 of '["b", "<i8", []]', 8 bytes, '["w", "<f4", [2, 3]]', 24 bytes
     tensors = {"w": np.arange(6, dtype="<f4").reshape(2, 3), "b": np.array(7, "<i8")}
     assert of_weights(tensors) == "7f180f39ae388f33b8f14d19b9e25fea6b18a74f0f3a108b5e563dc9dc331050"
+
+
+def test_a_run_in_one_line_has_no_arrays() -> None:
+    run = fit(average=ss.swa(1))
+    assert run.average is not None
+    assert not {"average=", "_tensors", "fingerprints="} & set(re.findall(r"\w+=|_tensors", repr(run)))
+
+
+@pytest.mark.parametrize(
+    ("alike", "rest", "found"),
+    [(38, 40, "_" * 38 + "a" * 39 + "..."), (39, 39, "..." + "_" * 19 + "a" * 40), (39, 38, "_" * 39 + "a" * 38)],
+)
+def test_long_texts_are_shown_from_where_they_differ(alike: int, rest: int, found: str) -> None:
+    """From a fourth of the width before it, if that is beyond the middle and the text does not fit."""
+    rest += found.startswith("...")
+    assert shown("_" * alike + "a" * rest, "_" * alike + "b" * rest)[0] == found

@@ -21,6 +21,7 @@ import pytest
 
 from samestep.errors import Invalid
 from samestep.processes.place import OVERRIDES
+from samestep.runs.diff import Difference, describe
 from samestep.runs.run import Run
 from samestep.runs.verify import Job, Report, Row, Start, Way, choose, counts, draw, table
 from samestep.screen import cli
@@ -46,7 +47,7 @@ def loss(output, y):
     return value
 
 trainer = ss.Trainer(max_epochs=10, batch_size=16, devices=5, optimizer=ss.sgd(momentum=0.9), loss=loss, seed=3,
-                     run_dir="mine", checkpoint_every=None, resume=False)
+                     run_dir="mine", checkpoint_every=None, resume=False, rehearse=False, check_every=None)
 trainer.fit(model, (x, y))
 """
 
@@ -226,7 +227,7 @@ def test_a_script_that_fits_twice(text: str, verify: Verify) -> None:
     assert (done.status, done.out) == (2, "")
     first, why = done.err.splitlines()
     one = "a run folder holds one run, so leave one fit in it"
-    assert first == f"samestep: ../script.py failed with status 2 after its fit had ended ({one}):"
+    assert first == f"samestep: ../script.py failed after its fit had ended ({one}) with status 2:"
     assert why.startswith("samestep: ")
     assert " holds a " in why
     assert left() == []
@@ -254,9 +255,9 @@ BAD = {
     "{script} --epochs 0": "--epochs must be at least 1, got --epochs=0",
     "{script} --resume-on there": "--resume-on must be random, same or a number of devices, got 'there'",
     "{script} --resume-on 0": "--resume-on must be random, same or a number of devices, got '0'",
-    "{script} --keep ..": "--keep needs a new or empty folder, and .. is not",
-    "{script} --keep {script}": "--keep needs a new or empty folder, and ../script.py is not",
-    "{script} --keep /proc/nope": "--keep /proc/nope cannot be made: No such file or directory",
+    "{script} --keep ..": "--keep needs a new or empty folder, got ..: Not empty",
+    "{script} --keep {script}": "--keep needs a new or empty folder, got ../script.py: File exists",
+    "{script} --keep /proc/nope": "--keep needs a new or empty folder, got /proc/nope: No such file or directory",
 }
 
 
@@ -368,7 +369,7 @@ def test_what_a_script_started_dies_with_it() -> None:
     with Start(Job(script(text=WORKER)), Way(), Path("run")) as start:
         assert start.until(lambda: start.output.read_text().endswith("\n"))
         worker = int(start.output.read_text())
-        assert start.kill([0])
+        assert start.lose([0])
         assert start.survivors == 0
     wait_for(lambda: gone(worker))
 
@@ -423,6 +424,18 @@ def test_conclusion() -> None:
     assert columns[1:3] == [["60", "60", "", "60", "60"], ["", "", "", "2", ""]]
     assert columns[3] == [("ab" * 8) * (row.verdict != "does not fit") for row in rows]
     assert columns[4] == [row.verdict for row in rows]
+
+
+def test_conclusion_where_runs_are_not_the_same() -> None:
+    first = Row("1 device", verdict="reference", steps=60, fingerprint="ab" * 32)
+    found = Difference(verdict="differ", kind="loss", first_step=7, shards=[1], steps=60, lengths=(60, 60))
+    for row, words in (
+        (Row("2 devices", verdict="DIFFERS"), ["A: 1 device; B: 2 devices", *describe(found).splitlines()]),
+        (Row("2 devices", verdict="FAILED", message="no memory"), ["my.py failed on 2 devices:", "no memory"]),
+    ):
+        report = Report("my.py", 0, [first, row], kept="here", difference=found, differs="2 devices")
+        assert not report.same
+        assert report.conclusion().splitlines() == [*words, "the runs are kept in here"]
 
 
 def test_the_built_in_job_is_one_epoch(monkeypatch: pytest.MonkeyPatch, verify: Verify) -> None:

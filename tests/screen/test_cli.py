@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import inspect
 import json
 import re
 import subprocess
@@ -18,11 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import typer
 from patience import be_patient
 
 import samestep as ss
 from samestep.backends import find
-from samestep.data import fashion
+from samestep.d2l import fashion
 from samestep.processes.place import OVERRIDES
 from samestep.runs import verify
 from samestep.screen import cli
@@ -159,11 +161,11 @@ BAD = {
     "--devices cuda:7": "device cuda:7 is not there: torch sees cpu",
     "--devices 0": "devices must be at least 1, got 0",
     "--devices ²": "unknown device '²'",
-    "--lr nan": "must be finite and at least 0, got nan",
-    "--lr inf": "must be finite and at least 0, got inf",
-    "--lr -1": "must be finite and at least 0, got -1.0",
+    "--lr nan": "schedule must be finite and at least 0, got schedule=nan",
+    "--lr inf": "schedule must be finite and at least 0, got schedule=inf",
+    "--lr -1": "schedule must be finite and at least 0, got schedule=-1.0",
     "--momentum 1": "momentum must be below 1, got momentum=1.0",
-    "--clip -1": "must be finite and at least 0, got -1.0",
+    "--clip -1": "must be finite and at least 0, got gradient_clip_val=-1.0",
     "--seed -1": "seed must be at least 0, got seed=-1",
     "--seed 18446744073709551616": "seed must be at most 18446744073709551615, got seed=18446744073709551616",
     "--threads-per-shard 0": "threads_per_shard must be at least 1",
@@ -476,7 +478,9 @@ def test_a_framework_that_is_not_installed(command: str, samestep: Samestep, mon
 def test_verify_refuses_a_framework_for_a_script_and_one_that_it_does_not_know(samestep: Samestep) -> None:
     Path("my.py").write_text("")
     done = samestep("verify", "my.py", "--backend", "jax")
-    assert done == Done(2, "", "samestep: --backend goes with the built-in job; my.py has a model of its own\n")
+    assert done == Done(
+        2, "", "samestep: --backend goes with the built-in job; my.py has a model and an optimizer of its own\n"
+    )
     done = samestep("verify", "--backend", "caffe")
     assert (done.status, done.out) == (2, "")
     assert re.fullmatch("samestep: no backend 'caffe': samestep has torch, .*\n", done.err)
@@ -643,3 +647,19 @@ def test_devices_without_a_framework(samestep: Samestep, monkeypatch: pytest.Mon
     done = samestep("devices")
     assert done.status == 0
     assert "no framework is installed; pip install 'samestep[torch]'" in done.out
+
+
+def test_the_defaults_of_all_commands() -> None:
+    """Where nothing is given, the Trainer, or `verify`, decides."""
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    given = {name: {p.name: p.default for p in command.params} for name, command in commands.items()}
+    told = {
+        name: {key: value for key, value in about.items() if value not in (None, False)}
+        for name, about in given.items()
+    }
+    assert told == {
+        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {},
+        "verify": {"devices": "1,2,3,8", "processes": "1,2,3", "kill": 3, "resume_on": "random"},
+    }  # fmt: skip
+    for name in ("kill", "resume_on", "seed"):
+        assert given["verify"][name] == inspect.signature(verify.verify).parameters[name].default

@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import sys
+import unicodedata
 from itertools import pairwise
 
 import numpy as np
@@ -81,6 +82,16 @@ def test_a_curve_has_a_dot_in_every_column_and_no_gaps():
 def test_a_constant_is_drawn_in_the_middle():
     text = plot.terminal({"constant(0.1)": np.full(10, 0.1)}, "steps", width=60, height=9).plain
     assert [line[-20:].strip() != "" for line in text.splitlines()[:9]] == [False] * 4 + [True] + [False] * 4
+
+
+def test_the_frame_names_the_ends_and_the_middle():
+    lines = plot.terminal({"line": np.linspace(1.0, 3.0, 50)}, "steps", height=10).plain.splitlines()
+    assert [lines[row].split("┤")[0].strip() for row in (0, 5, 9)] == ["3", "2", "1"]
+
+
+def test_dots_are_where_unicode_has_them():
+    names = [[unicodedata.name(chr(0x2800 + bit)).rpartition("-")[2] for bit in row] for row in plot.DOTS]
+    assert names == [["1", "4"], ["2", "5"], ["3", "6"], ["7", "8"]]
 
 
 def test_figures(samestep, tmp_path):

@@ -192,7 +192,8 @@ def test_the_bar_ends_with_the_fit() -> None:
     shown(START)
     assert shown.bar is not None
     assert shown.bar.live.is_started
-    shown({"event": "end", "time": 1.0, "fingerprint": "ab"})
+    shown({"event": "end", "time": 1.0, "fingerprint": "ab"})  # says nothing, and the fit closes it
+    shown.close()
     assert not shown.bar.live.is_started
     shown.close()  # a second time is no error
     assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1  # the cursor is back

@@ -53,10 +53,8 @@ def device_of(array: Any) -> Device:
 def same_device(**arrays: Any) -> Device:
     """The one device that all of these arrays are on; an error that names them if there are several."""
     devices = {name: device_of(array) for name, array in arrays.items()}
-    first = next(iter(devices.values()))
-    if any(device != first for device in devices.values()):
-        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise DevicesDiffer(
-            f"arrays are on different devices ({listed}): move them to one with samestep.put(x, device)"
-        )
+    first, *others = dict.fromkeys(devices.values())
+    if others:
+        on = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise DevicesDiffer(f"arrays are on different devices ({on}): move them to one with samestep.put(x, device)")
     return first

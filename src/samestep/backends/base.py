@@ -1,4 +1,4 @@
-"""What a framework must provide: a Backend, a Replica, an Updater. What all frameworks do alike is here, once.
+"""What a framework must provide: a Backend, a Replica (and, in updaters.py, an Updater). What all do alike is here, once.
 
 Weights and gradients are flat vectors, so the tree, the exchange between devices and the optimizers are written once, with
 +, * and slices. What a shard gives is one flat vector, so that one addition and one transfer carry all of it:
@@ -11,10 +11,11 @@ the other slots zero: after the tree every replica knows every shard's loss, exa
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,12 @@ from samestep.backends.losses import Shape as Shape
 from samestep.backends.workers import Workers
 from samestep.devices import Device, host_memory
 from samestep.errors import Invalid, OutOfMemory, WrongType
+from samestep.fingerprint import of_vectors
 from samestep.shards import Span
+from samestep.signals import heard
 
 if TYPE_CHECKING:
+    from samestep.backends.updaters import Updater
     from samestep.data.feed import Batch
     from samestep.processes.place import Place
     from samestep.processes.world import World
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
 Array = Any  # an array of the framework
 Vector = Any  # a flat vector of the framework
 Task = Callable[[], Any]
+# What frameworks say when memory has run out, and of how much was asked for.
+FULL = re.compile("(?i)out of memory|resource_?exhausted|can't allocate memory|allocate .*memory|OOM when allocating")
+ASKED = re.compile(r"(?<=allocate |locating )[\d.]+ ?\w+|(?<=shape)\[.*?\]")
 
 
 class Replica(ABC):
@@ -50,6 +57,8 @@ class Replica(ABC):
         self.backend, self.loss, self.device, self.shards = backend, loss, device, shards
 
     # What is computed
+
+    side_by_side = False  # whether several Python threads compute shards of this replica
 
     @property
     def size(self) -> int:
@@ -69,10 +78,22 @@ class Replica(ABC):
         """The tasks that compute these shards of a batch. They do not depend on each other."""
 
         def compute(shard: int) -> None:
-            x, y = batch.shard(shard, self.device)
-            sums.add((shard, shard + 1), self.gradient(x, y, batch.keys[shard], shard))
+            sums.add((shard, shard + 1), self.single(batch, shard))
 
         return [partial(compute, shard) for shard in shards]
+
+    def single(self, batch: Batch, shard: int) -> Vector:
+        """What `tasks` computes for one shard."""
+        x, y = batch.shard(shard, self.device)
+        return self.gradient(x, y, batch.keys[shard], shard)
+
+    def is_state(self, name: str | None) -> bool:
+        """Whether the user has declared a frozen parameter as state."""
+        return any(fnmatchcase(name or "", pattern) for pattern in self.backend.state)
+
+    def inside(self, x: Array, y: Array) -> tuple[list[str], list[str]]:
+        """Parameters that the loss depends on and that are not this replica's; hashes of more than one trace of the program."""
+        return [], []
 
     @abstractmethod
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
@@ -82,13 +103,22 @@ class Replica(ABC):
     def assign(self, parameters: Vector) -> None:
         """Take new weights."""
 
-    @abstractmethod
+    state: Sequence[Any]  # what holds the state: of each type of number one, with its layout and `move`
+
     def advance(self, total: Vector, examples: int) -> None:
         """Apply the changes of the state, which are in the sum over all shards."""
+        start = self.layouts[0].size
+        for flat in self.state:
+            flat.move(total[start : start + flat.layout.size] / examples)
+            start += flat.layout.size
 
     @abstractmethod
     def fingerprint(self) -> Vector:
         """64 bits of all vectors, by integer arithmetic, left on the device: one number, or two of 32 bits."""
+
+    def digest(self, vector: Vector) -> Numbers:
+        """64 bits of a vector that a shard gave, on the host."""
+        return of_vectors([self.backend.get(vector)])
 
     def release(self) -> None:  # noqa: B027
         """Free what only computing needs; weights and state stay."""
@@ -111,6 +141,10 @@ class Replica(ABC):
 
     def constants(self) -> Tensors:
         """The tensors that never change, by name, on the host."""
+        return {}
+
+    def own_settings(self, decays: bool) -> dict[str, str]:
+        """Trained tensors that the framework's optimizers update in another way than the rest, maybe only in decay → how."""
         return {}
 
     def take_constants(self, tensors: Tensors) -> None:  # noqa: B027
@@ -162,68 +196,13 @@ class Replica(ABC):
         """A copy of the user's model with these tensors."""
 
 
-class Updater(ABC):
-    """An optimizer at work on one replica."""
-
-    fixed = False  # its rate is inside it, where no schedule can reach
-
-    def rate(self) -> float | None:
-        """The rate that the optimizer came with, if it has one."""
-        return None
-
-    @abstractmethod
-    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
-        """Make the update after t updates, from the sum over all shards; z is noise, if the optimizer wants any."""
-
-    @abstractmethod
-    def tensors(self) -> Tensors:
-        """Its state by name, on the host; it may share memory."""
-
-    @abstractmethod
-    def load(self, tensors: Tensors) -> None:
-        """Take a state that `tensors` returned."""
-
-
-class NativeUpdater(Updater):
-    """An optimizer of the framework itself. Its repr is in the recipe, so it must say all that decides the update."""
-
-    def __init__(self, replica: Any, clip: float) -> None:
-        self.replica = replica
-        backend: Backend = replica.backend
-        self._mean = backend.compiled(Mean(backend, replica.layouts[0].size, clip))
-
-    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
-        self.apply(self._mean(total, examples), lr, t)
-
-    @abstractmethod
-    def apply(self, gradient: Vector, lr: float, t: int) -> None:
-        """Make the update from the gradient of the mean loss."""
-
-
-@dataclass(frozen=True)
-class Mean:
-    """The gradient of the mean loss from the sum over all shards, clipped."""
-
-    backend: Backend
-    size: int  # of the gradient: it is the first part of the sum
-    clip: float  # the largest norm, or 0
-    in_place: bool = False  # whether the sum may be overwritten
-
-    def __call__(self, total: Vector, examples: int) -> Vector:
-        gradient = total[: self.size]
-        if self.in_place:
-            gradient /= examples
-        else:
-            gradient = gradient / examples
-        return self.backend.clip(gradient, self.clip) if self.clip else gradient
-
-
 class Backend(Losses):
     """One framework."""
 
     name: str
 
     portable = False  # whether the run that goes on is to have the same bits on every CPU
+    state: Sequence[str] = ()  # patterns: the names of frozen parameters that may be written to in this run
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -333,16 +312,19 @@ class Backend(Losses):
         """The settings that the framework needs during a run. Afterwards they are as before."""
 
     def map(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run tasks that do not depend on each other, side by side where the device needs threads for that."""
+        """Run tasks that do not depend on each other, side by side where the device needs threads for that.
+
+        A single one, too: the caller's thread may have another number of threads, and modes of its own.
+        """
         with self.explained():
-            # A single task stays in this thread: another thread would cost time and change no bit.
-            return [tasks[0]()] if len(tasks) == 1 else self.workers.map(tasks)
+            return self.workers.map(tasks)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Turn an error of the framework that has a known remedy into samestep's, which names the remedy."""
         try:
-            yield
+            with heard():
+                yield
         except Exception as error:
             better = self.explain(error)
             if better is None:
@@ -351,13 +333,13 @@ class Backend(Losses):
 
     def explain(self, error: Exception) -> Exception | None:
         """samestep's error for one of the framework's, if it has a known remedy."""
-        return None
-
-    def out_of_memory(self, device: str, asked: str | None = None) -> OutOfMemory:
-        when = f" when {asked} were asked for" if asked else ""
-        return OutOfMemory(
-            f"{device} ran out of memory{when}: raise shards (smaller shards need less), or lower the batch size"
-        )
+        text = str(error)
+        if not (isinstance(error, MemoryError) or FULL.search(text)):
+            return None
+        asked, gpu = ASKED.search(text), re.search(r"GPU (\d+)", text)
+        where, when = f"cuda:{gpu[1]}" if gpu else "the device", f" when {asked[0]} were asked for" if asked else ""
+        what_to_do = "raise shards (smaller shards need less), or lower the batch size"
+        return OutOfMemory(f"{where} ran out of memory{when}: {what_to_do}")
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         """The processes of this run; `timeout` is how many seconds one may take to answer."""

@@ -37,10 +37,8 @@ def fix_caches(library: Path, name: str) -> None:
         return
     sizes, known = address(library, f"_Z{SIZES}"), address(library, f"_ZGV{SIZES}")
     if sizes is None or known is None:
-        raise Invalid(
-            f"portable: {name} sums in an order that depends on the CPU's caches, and this build does not say where it keeps "
-            "their sizes"
-        )
+        order = "sums in an order that depends on the CPU's caches"
+        raise Invalid(f"portable: {name} {order}, and this build does not say where it keeps their sizes")
     (ctypes.c_long * 3).from_address(sizes)[:] = EVERYWHERE
     ctypes.c_bool.from_address(known).value = True  # or Eigen would ask the CPU in its first product
     _fixed.add(library)

@@ -50,15 +50,19 @@ def load(name: str) -> Backend:
     """The backend of a name."""
     if f"samestep.backends.{name}.backend" not in sys.modules:
         check(name)
+    backend: Backend = imported(f"samestep.backends.{name}.backend", name).backend
+    return backend
+
+
+def imported(module: str, extra: str) -> Any:
+    """A module that may need a package which is not installed, but comes with an extra of samestep."""
     try:
-        module = importlib.import_module(f"samestep.backends.{name}.backend")
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        if ALSO.get(package, package) != name:
+        if package == "samestep":
             raise
-        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{name}]'") from error
-    backend: Backend = module.backend
-    return backend
+        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{extra}]'") from error
 
 
 def default() -> Backend:
@@ -87,10 +91,8 @@ def check_mixed(backend: Backend, model: object, **others: Any) -> None:
         found = frameworks_of(thing)
         if found and backend.name not in found:
             theirs, ours = f"{' and '.join(sorted(found))} ({_kind(thing)})", f"{backend.name} ({_kind(model)})"
-            raise WrongType(
-                f"{name.replace('_', ' ')} is of {theirs} and the model of {ours}: a fit takes objects of one framework, "
-                "NumPy arrays, and what samestep has itself"
-            )
+            takes = "a fit takes objects of one framework, NumPy arrays, and what samestep has itself"
+            raise WrongType(f"{name.replace('_', ' ')} is of {theirs} and the model of {ours}: {takes}")
 
 
 def _kind(thing: Any) -> str:
@@ -111,12 +113,8 @@ def of_model(model: object) -> Backend:
 
 def of_array(array: object) -> Backend:
     """The backend of an array; NumPy arrays, which are on the host, go with the default one."""
-    root = type(array).__module__.split(".")[0]
-    root = ALSO.get(root, root)
-    if root in FRAMEWORKS:
-        return load(root)
+    for name in frameworks_of(array):
+        return load(name)
     if isinstance(array, (np.ndarray, np.generic, list, tuple, int, float)):
         return default()
-    raise WrongType(
-        f"expected an array of {', '.join(FRAMEWORKS)} or NumPy, got {type(array).__module__}.{type(array).__name__}"
-    )
+    raise WrongType(f"expected an array of {', '.join(FRAMEWORKS)} or NumPy, got {_kind(type(array))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -15,6 +15,8 @@ from samestep.shards import Span
 
 Numbers = np.ndarray[Any, Any]
 Tensors = dict[str, Numbers]
+LEAST = 1 << 20  # numbers; bands of this size are sent while others are computed, smaller vectors as a whole
+INSTEAD = "state must be of real or whole numbers, or true and false: keep real and imaginary parts as two arrays"
 ALIGN = 64  # bytes; kernels see each tensor aligned as if it had an allocation of its own
 
 
@@ -65,6 +67,13 @@ class Layout:
         """Where no tensor lies. The numbers there are always zero."""
         return [slice(hi, lo) for (_, hi), (lo, _) in zip(self.spans, [*self.spans[1:], (self.size, 0)], strict=True)]
 
+    def wide(self, dtype: str) -> str:
+        """The type in which such state changes beside weights of a type: 16 bits round, and true and false have no
+        difference.
+        """
+        short = self.real and np.dtype(self.dtype).itemsize < 4
+        return dtype if short else "int8" if self.dtype == "bool" else self.dtype
+
     def cut(self, vector: Any) -> list[Any]:
         """The tensors of such a vector, of the framework or of NumPy, as views of it."""
         return [vector[lo:hi].reshape(shape) for (lo, hi), shape in zip(self.spans, self.shapes, strict=True)]
@@ -81,6 +90,22 @@ class Layout:
         return vector
 
 
+def bands_of(layout: Layout, size: int) -> list[Span]:
+    """A shard's vector in bands: the weights in ranges of at least LEAST numbers, last layers first, then what follows them."""
+    if layout.size < 2 * LEAST:
+        return [(0, size)]
+    edges = [layout.size]
+    for start, _ in reversed(layout.spans):
+        if edges[-1] - start >= LEAST or not start:
+            edges.append(start)
+    return [*((lo, hi) for hi, lo in pairwise(edges)), (layout.size, size)]
+
+
+def on_host(numbers: Numbers) -> Numbers:
+    """In types that NumPy and checkpoints know: bfloat16 and the like as float32, which holds these numbers exactly."""
+    return numbers.astype(np.float32) if numbers.dtype.kind == "V" else numbers
+
+
 def by_type(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], types: Sequence[tuple[str, bool]]
 ) -> tuple[tuple[int, ...], tuple[Layout, ...]]:
@@ -89,13 +114,11 @@ def by_type(
     >>> by_type(["weight", "count", "bias"], [(2, 3), (), (3,)], [("float32", True), ("int32", False), ("float32", True)])[0]
     (0, 1, 0)
     """
-    kinds = list(dict.fromkeys(types))
-    chosen = [[i for i, kind in enumerate(types) if kind == wanted] for wanted in kinds]
-    layouts = [
-        Layout(tuple(names[i] for i in group), tuple(shapes[i] for i in group), *kind)
-        for group, kind in zip(chosen, kinds, strict=True)
-    ]
-    return tuple(kinds.index(kind) for kind in types), tuple(layouts)
+    kinds, layouts = list(dict.fromkeys(types)), []
+    for kind in kinds:
+        group = [i for i, own in enumerate(types) if own == kind]
+        layouts.append(Layout(tuple(names[i] for i in group), tuple(shapes[i] for i in group), *kind))
+    return tuple(map(kinds.index, types)), tuple(layouts)
 
 
 def path_name(path: Sequence[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,29 @@ def convert(name: str, x: Numbers, dtype: str) -> WrongType:
     return WrongType(f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')")
 
 
+def leaves(root: Any) -> list[Any]:
+    """The variables at the ends of a graph of PyTorch's gradient functions."""
+    found, waiting = {root: None}, [root]
+    while waiting:
+        new = [node for node, _ in getattr(waiting.pop(), "next_functions", ()) if node not in found]
+        found |= dict.fromkeys(new)
+        waiting += new
+    return [node.variable for node in found if hasattr(node, "variable")]
+
+
+def not_trained(parameter: str) -> Invalid:
+    """The error for a parameter that is used and that no replica has."""
+    return Invalid(
+        f"the loss depends on a parameter ({parameter}) that is not part of what is trained, a copy of the model: does a "
+        "closure hold it (self.f = lambda x: self.layer(x))? Write a method, make it a part of the model, or freeze it"
+    )
+
+
 class Losses(ABC):
     """The part of a Backend that computes losses. It also says what a user's loss may return, and what counts as a hit."""
 
     an_array = "a tensor"  # the framework's word for an array
+    before_loss: Callable[[], None] = staticmethod(lambda: None)  # called between a forward pass and its loss
 
     @abstractmethod
     def is_array(self, thing: object) -> bool:
@@ -61,6 +80,7 @@ class Losses(ABC):
 
     def sum_of_losses(self, loss: Any, output: Any, y: Array) -> Array:
         """The sum over examples of the loss, whether `loss` gives one value per example or their mean."""
+        self.before_loss()
         if loss is None:
             return self.cross_entropy(output, y)
         value = self.call_loss(loss, output, y)

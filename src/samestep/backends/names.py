@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from samestep.errors import Invalid
+
+T = TypeVar("T")
 
 NUMBER = re.compile(r"_\d+$")
 UNNAMED = re.compile(r"(?:.*/)?variable(?:_(\d+))?")
@@ -39,17 +44,24 @@ def anew(paths: Sequence[str], layers: Mapping[str, str], model: str = "") -> li
     return list(names)
 
 
+def kept_among(named: Sequence[tuple[str, T]], kept: Mapping[str, Any]) -> dict[str, T]:
+    """Those of some tensors that are kept, by the names under which they are. What is kept may be copies of them."""
+    own = dict(named)
+    if len(own) < len(named):
+        raise Invalid(
+            "a tensor of the model has the name of one of the loss: call that part of the model something else"
+        )
+    ids = {id(tensor): tensor for tensor in own.values()}
+    found = {name: ids.get(id(tensor), own.get(name)) for name, tensor in kept.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
 def unnumbered(name: str, kind: str) -> str:
     """The name of a layer without the number that it has from Keras. Bidirectional names two layers after a third.
 
     >>> unnumbered("conv2d_3", "Conv2D"), unnumbered("backward_lstm_1", "LSTM"), unnumbered("block_2", "Dense")
     ('conv2d', 'backward_lstm', 'block_2')
     """
-    own = re.fullmatch(rf"(forward_|backward_)?{re.escape(snake(kind))}(_\d+)?", name)
-    return NUMBER.sub("", name) if own else name
-
-
-def snake(kind: str) -> str:
-    """Conv2DTranspose → conv2d_transpose, as Keras has it."""
     kind = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", kind))
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", kind).lower()
+    kind = re.sub(r"([a-z])([A-Z])", r"\1_\2", kind).lower()  # Conv2DTranspose → conv2d_transpose, as Keras has it
+    return NUMBER.sub("", name) if re.fullmatch(rf"(forward_|backward_)?{kind}(_\d+)?", name) else name

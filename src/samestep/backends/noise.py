@@ -14,8 +14,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from samestep.errors import Invalid
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,7 +31,8 @@ class Access:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
+        self._inside = self._asking = 0
+        self.taken = False  # by one alone
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -44,8 +48,24 @@ class Access:
     @contextmanager
     def alone(self) -> Iterator[None]:
         with self._changed:  # held throughout: nobody comes in
+            self._asking += 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._inside == 0)
-            yield
+            self._asking, self.taken = self._asking - 1, True
+            try:
+                yield
+            finally:
+                self.taken = False
+
+    def wait(self, task: Future[Any]) -> None:
+        """Wait, inside, for a task of another thread; unless that one waits until nobody is inside."""
+        task.add_done_callback(self._tell)
+        with self._changed:
+            self._changed.wait_for(lambda: task.done() or self._asking > 0)
+
+    def _tell(self, task: Future[Any]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 class Noise(ABC):
@@ -67,7 +87,13 @@ class Noise(ABC):
                 before = self.position()
                 outcome = forward()
                 if self.is_at(before):
-                    return backward(outcome)
+                    gave = backward(outcome)
+                    if not self.is_at(before):
+                        raise Invalid(
+                            "the backward pass drew random numbers, which it had not done in the first step, so these were "
+                            "not the shard's own: draw them in the forward pass, or from the first step on"
+                        )
+                    return gave
             self.way = self.after_free
         if self.way == APART:
             result = self.apart(key, forward, backward)

@@ -28,19 +28,15 @@ def cpu() -> dict[str, str]:
     """Vendor and instruction sets of this CPU, as it tells them now: a virtual machine may get others on another day."""
     core = np._core if hasattr(np, "_core") else np.core  # its name before NumPy 2
     has = core._multiarray_umath.__cpu_features__
-    return {"vendor": vendor(), "sets": " ".join(name for name in SETS if has.get(name))}
+    about = Path("/proc/cpuinfo")
+    vendor = re.search(r"vendor_id\s*:\s*(\S+)", about.read_text()) if about.exists() else None  # as GenuineIntel
+    sets = " ".join(name for name in SETS if has.get(name))
+    return {"vendor": vendor[1] if vendor else platform.machine(), "sets": sets}
 
 
 def require_avx2() -> None:
     if "AVX2" not in cpu()["sets"].split():
         raise Invalid("portable: this CPU has no AVX2, which portable runs need")
-
-
-def vendor() -> str:
-    """Such as GenuineIntel or AuthenticAMD."""
-    about = Path("/proc/cpuinfo")
-    found = re.search(r"vendor_id\s*:\s*(\S+)", about.read_text()) if about.exists() else None
-    return found[1] if found else platform.machine()
 
 
 def variables(names: Iterable[str] = ()) -> dict[str, str]:
@@ -80,12 +76,10 @@ def denormals() -> str:
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
     """A variable, set for a while: a library reads it when it starts something."""
-    before = os.environ.get(name)
+    before = {name: os.environ[name]} if name in os.environ else {}
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        del os.environ[name]
+        os.environ.update(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ class Workers:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._busy = threading.Lock()
+        self.prepare: Callable[[], object] = lambda: None  # what a thread of the run calls first
 
     @property
     def there(self) -> bool:
@@ -43,20 +44,25 @@ class Workers:
         Each thread calls `prepare` first. If fewer than `least` threads fit, the caller's thread computes.
         """
         if not self._busy.acquire(blocking=False):
-            raise Invalid(
-                "a fit or an evaluation is already going on in this process: wait for it, or use another process"
-            )
+            raise Invalid("a fit or an evaluation is already going on in this process: wait for it, or use another")
+        self.prepare = prepare
         try:
-            if devices[0].kind == "cpu":
-                count = side_by_side(threads)
-                if count >= least:
-                    self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
+            count = side_by_side(threads)
+            if devices[0].kind == "cpu" and count >= least:
+                self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
             yield
         finally:
             if self._pool:
                 self._pool.shutdown(cancel_futures=True)
                 self._pool = None
             self._busy.release()
+
+    def beside(self, task: Callable[[], Any]) -> Future[Any]:
+        """Start a task in a thread of its own."""
+        pool = ThreadPoolExecutor(1, "samestep-beside", initializer=self.prepare)
+        future = pool.submit(task)
+        pool.shutdown(wait=False)
+        return future
 
     def map(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run tasks that do not depend on each other, side by side if there are threads."""

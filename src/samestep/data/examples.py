@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from samestep.errors import Invalid, WrongType
 
 Numbers = NDArray[Any]
 SAMPLE, AGAIN = 32, 4  # examples of a source or a large file that are hashed, and of them those that are read once more
+READING = threading.RLock()  # for sources that are not thread-safe: one for all, as two may share a file
 
 
 class Data:
@@ -39,12 +42,13 @@ class Arrays:
     """Examples as two arrays of one length."""
 
     def __init__(self, name: str, x: Any, y: Any) -> None:
-        self.name = name
+        self.name, self.thread_safe = name, True
         for label, array in ((f"{name} x", x), (f"{name} y", y)):
             if not hasattr(array, "shape") or not hasattr(array, "__getitem__"):
                 raise WrongType(f"{label} must be an array, got {type(array).__name__}: convert it with np.asarray")
             if len(array.shape) == 0:
                 raise Invalid(f"{label} must have one row per example, got a single number")
+            real(label, array)
         if len(x) != len(y):
             raise Invalid(f"{name}: x and y must be of one length, got {len(x)} examples and {len(y)} labels")
         if len(x) == 0:
@@ -70,13 +74,13 @@ class Arrays:
 
 
 class Source:
-    """Examples read by index from something larger than memory."""
+    """Examples read by index from something larger than memory; by one thread at a time, unless it is `thread_safe`."""
 
     def __init__(self, name: str, source: Any) -> None:
-        self.name, self.source = name, source
-        bases = {base.__module__ for base in type(source).__mro__}
-        self.by_item = any(module.startswith("torch.utils.data") for module in bases)
-        if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        self.name, self.source, self.thread_safe = name, source, getattr(source, "thread_safe", False) is True
+        self.by_item = any(base.__module__.startswith("torch.utils.data") for base in type(source).__mro__)
+        single = isinstance(source, type) or getattr(source, "shape", None) == ()  # these only seem to have a length
+        if single or not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
             raise WrongType(
                 f"{name} must be a pair (x, y) or a source with len() and [indices], got {type(source).__name__}"
             )
@@ -88,23 +92,27 @@ class Source:
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Numbers, Numbers]:
         try:
-            x, y = self._items(indices.tolist()) if self.by_item else map(numbers, self.source[indices])
-            sizes = len(x), len(y)
+            with nullcontext() if self.thread_safe else READING:
+                x, y = self._items(indices.tolist()) if self.by_item else map(numbers, self.source[indices])
+            n, of_x, of_y = len(indices), len(x), len(y)
         except (TypeError, ValueError, IndexError) as error:
-            one = "[i] must give a pair (x, y), of one shape for all i"
+            one = "[i] must give a pair (x, y), of one shape and type for all i"
             many = "[indices] must give a pair of arrays (x, y) for an array of indices"
             raised = f"{type(self.source).__name__} raised {type(error).__name__}: {error}"
             raise WrongType(f"{self.name}{one if self.by_item else many}, but {raised}") from error
-        if sizes != (len(indices), len(indices)):
-            raise Invalid(
-                f"{self.name}[indices] was asked for {len(indices)} examples and gave {sizes[0]} in x and {sizes[1]} in y"
-            )
-        return x, labels(y)
+        except Exception as error:
+            if "SQLite objects created in a thread" not in str(error):
+                raise
+            raise Invalid(f"{self.name}: connect to SQLite with check_same_thread=False: a thread reads it") from error
+        if (of_x, of_y) != (n, n):
+            raise Invalid(f"{self.name}[indices] was asked for {n} examples and gave {of_x} in x and {of_y} in y")
+        return real(f"{self.name} x", x), labels(real(f"{self.name} y", y))
 
     def _items(self, indices: list[int]) -> tuple[Numbers, Numbers]:
         many = getattr(self.source, "__getitems__", None)
         pairs = [(x, y) for x, y in (many(indices) if many else map(self.source.__getitem__, indices))]
-        return np.stack([numbers(x) for x, _ in pairs]), np.stack([numbers(y) for _, y in pairs])
+        x, y = [numbers(x)[None] for x, _ in pairs], [labels(numbers(y))[None] for _, y in pairs]
+        return np.concatenate(x, casting="no"), np.concatenate(y, casting="no")
 
     def identity(self) -> dict[str, object]:
         """What tells this data from other data: a version, if it has one, and a hash of some examples."""
@@ -147,14 +155,9 @@ def examples(name: str, given: Any) -> Arrays | Source:
     return Source(name, given)
 
 
-def _chosen(n: int) -> NDArray[np.int64]:
-    """Examples spread over all of them, the first and the last among them; the same ones each time."""
-    return np.unique(np.linspace(0, n - 1, SAMPLE).astype(np.int64))
-
-
 def _sample(examples: Arrays | Source) -> dict[str, object]:
     """A hash of some examples; None if they are others when they are read again, so that nothing can be told."""
-    chosen = _chosen(len(examples))
+    chosen = np.unique(np.linspace(0, len(examples) - 1, SAMPLE).astype(np.int64))  # the same ones each time
     x, y = examples.read(chosen)
     again = examples.read(chosen[:AGAIN])
     return {"sample": _sha256(x, y) if _sha256(*again) == _sha256(x[:AGAIN], y[:AGAIN]) else None}
@@ -167,11 +170,16 @@ def _sha256(*parts: Any) -> str:
     return digest.hexdigest()
 
 
+def real(label: str, array: Any) -> Any:
+    """Refuse texts, dates, objects and records. A type that NumPy does not know itself, such as bfloat16, is of numbers."""
+    if isinstance(array, np.ndarray) and (array.dtype.kind in "USOMm" or array.dtype.type is np.void):
+        raise WrongType(f"{label} must be numbers, got an array of {array.dtype}: convert it, or encode it as numbers")
+    return array
+
+
 def numbers(array: Any) -> Numbers:
     """The array as NumPy; a tensor of a framework is read from its device."""
-    if isinstance(array, (np.ndarray, np.generic, int, float)):
-        return np.asarray(array)
-    return np.asarray(arrays.get(array))
+    return np.asarray(array if isinstance(array, (np.ndarray, np.generic, int, float)) else arrays.get(array))
 
 
 def _rows(array: Any, indices: NDArray[np.int64]) -> Any:

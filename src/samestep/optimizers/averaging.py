@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from samestep.checks import choice, whole
+from samestep.backends.base import Replica
+from samestep.checks import Count, checked, one_of
 from samestep.errors import Invalid
-
-if TYPE_CHECKING:
-    from samestep.backends.base import Replica
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Average:
     unit: str = "epochs"
 
 
-def swa(start: int, every: int = 1, unit: str = "epochs") -> Average:
+def swa(start: Count, every: Count = 1, unit: Annotated[str, one_of("epochs", "steps")] = "epochs") -> Average:
     """Stochastic weight averaging: the plain mean of the weights after `start`, `start + every`, ... epochs or steps.
 
     Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, 2018.
@@ -30,8 +28,7 @@ def swa(start: int, every: int = 1, unit: str = "epochs") -> Average:
     >>> swa(15)
     Average(kind='swa', start=15, every=1, unit='epochs')
     """
-    unit = choice("swa", "unit", unit, ("epochs", "steps"))
-    return Average("swa", whole("swa", "start", start, 1), whole("swa", "every", every, 1), unit)
+    return Average("swa", **checked("swa", swa, locals()))
 
 
 def path_average() -> Average:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-from samestep.checks import flag, number
+from samestep.checks import BelowOne, Flag, Rate, checked
 from samestep.errors import Invalid
 
 Vector = Any  # a flat vector of any framework
@@ -24,15 +24,12 @@ Updated = tuple[Vector, State]  # new weights, or the direction to them, and new
 class Optimizer(ABC):
     """What the Trainer needs from an optimizer. To write your own, derive a frozen dataclass from this."""
 
+    noisy = False  # whether `update` wants z, a vector of N(0, 1) that is the same on every replica
+
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the vectors that it keeps beside the weights; all start at zero."""
         return ()
-
-    @property
-    def noisy(self) -> bool:
-        """Whether `update` wants z, a vector of N(0, 1) that is the same on every replica."""
-        return False
 
     @abstractmethod
     def update(self, x: Vector, g: Vector, state: State, lr: float, t: int = 0, z: Vector = None) -> Updated:
@@ -117,7 +114,7 @@ class SGLD(Optimizer):
         return x - g * lr + z * sqrt(2 * lr * self.temperature), state
 
 
-def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0) -> SGD:
+def sgd(momentum: BelowOne = 0.0, nesterov: Flag = False, weight_decay: Rate = 0.0) -> SGD:
     """Stochastic gradient descent, with momentum, Nesterov's look-ahead and weight decay on request.
 
     g ← g + λx,   v ← βv + g,   x ← x − ηv   (Nesterov: x ← x − η(g + βv))
@@ -125,15 +122,13 @@ def sgd(momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
     >>> sgd(momentum=0.9)
     SGD(momentum=0.9, nesterov=False, weight_decay=0.0)
     """
-    momentum = _below_one("sgd", "momentum", momentum)
-    weight_decay = number("sgd", "weight_decay", weight_decay)
-    nesterov = flag("sgd", "nesterov", nesterov)
+    given = checked("sgd", sgd, locals())
     if nesterov and not momentum:
         raise Invalid("sgd: nesterov=True needs a momentum above 0, got momentum=0.0")
-    return SGD(momentum, nesterov, weight_decay)
+    return SGD(**given)
 
 
-def adagrad(eps: float = 1e-10) -> AdaGrad:
+def adagrad(eps: Rate = 1e-10) -> AdaGrad:
     """AdaGrad: coordinates with larger gradients get smaller rates (Duchi, Hazan and Singer 2011).
 
     s ← s + g²,   x ← x − η g / (√s + ε)
@@ -141,10 +136,10 @@ def adagrad(eps: float = 1e-10) -> AdaGrad:
     >>> adagrad()
     AdaGrad(eps=1e-10)
     """
-    return AdaGrad(number("adagrad", "eps", eps))
+    return AdaGrad(**checked("adagrad", adagrad, locals()))
 
 
-def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0) -> Adam:
+def adam(beta1: BelowOne = 0.9, beta2: BelowOne = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.0) -> Adam:
     """Adam (Kingma and Ba 2015); weight decay is added to the gradient.
 
     m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   x ← x − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
@@ -152,19 +147,19 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_dec
     >>> adam()
     Adam(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, decoupled=False)
     """
-    return _adam("adam", beta1, beta2, eps, weight_decay, decoupled=False)
+    return Adam(**checked("adam", adam, locals()))
 
 
-def adamw(beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01) -> Adam:
+def adamw(beta1: BelowOne = 0.9, beta2: BelowOne = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.01) -> Adam:
     """Adam with decoupled weight decay: x ← x − η (… + λx) (Loshchilov and Hutter 2019).
 
     >>> adamw(weight_decay=0.1)
     Adam(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.1, decoupled=True)
     """
-    return _adam("adamw", beta1, beta2, eps, weight_decay, decoupled=True)
+    return Adam(**checked("adamw", adamw, locals()), decoupled=True)
 
 
-def sgld(temperature: float = 1.0) -> SGLD:
+def sgld(temperature: Rate = 1.0) -> SGLD:
     """Stochastic gradient Langevin dynamics: descent with noise that samples exp(−loss / T) (Welling and Teh 2011).
 
     x ← x − ηg + √(2ηT) z,   z ~ N(0, 1) from key(seed, step)
@@ -174,21 +169,4 @@ def sgld(temperature: float = 1.0) -> SGLD:
     >>> sgld(temperature=1e-4)
     SGLD(temperature=0.0001)
     """
-    return SGLD(number("sgld", "temperature", temperature))
-
-
-def _adam(name: str, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, decoupled: bool) -> Adam:
-    return Adam(
-        _below_one(name, "beta1", beta1),
-        _below_one(name, "beta2", beta2),
-        number(name, "eps", eps),
-        number(name, "weight_decay", weight_decay),
-        decoupled,
-    )
-
-
-def _below_one(owner: str, name: str, value: Any) -> float:
-    result = number(owner, name, value)
-    if result >= 1:
-        raise Invalid(f"{owner}: {name} must be below 1, got {name}={result}")
-    return result
+    return SGLD(**checked("sgld", sgld, locals()))

@@ -8,7 +8,9 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.backends.base import Mean, Replica, Updater, Vector
+from samestep.backends.base import Replica, Vector
+from samestep.backends.updaters import Mean, Updater
+from samestep.errors import Invalid
 from samestep.optimizers.rules import SGD, AdaGrad, Adam, Descent, Optimizer, State, Updated
 
 BLOCK = 1 << 16  # numbers at a time: few enough that intermediate results stay in a core's cache
@@ -42,6 +44,9 @@ class FlatUpdater(Updater):
         """`alone`: no other replica of this process gets the same sum, so it may be overwritten."""
         backend = replica.backend
         self.optimizer, self.replica = optimizer, replica
+        for name, how in replica.own_settings(bool(getattr(optimizer, "weight_decay", 0))).items():
+            what = f"{name} has {how}, which samestep's optimizers do not follow"
+            raise Invalid(f"{what}: use one of {backend.name}, or leave it out")
         self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}
         self._mean = Mean(backend, replica.layouts[0].size, clip, in_place=alone)
         update = Update(self._mean, optimizer)

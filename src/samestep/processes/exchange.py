@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from samestep.backends.base import Backend, Vector
 from samestep.devices import Device
+from samestep.processes.world import Works, World
 from samestep.shards import Fold, Span, cut
-
-if TYPE_CHECKING:
-    from samestep.backends.base import Backend, Vector
-    from samestep.processes.world import Works, World
 
 CHUNK = 1 << 20  # numbers of a slice that are sent at once: while some are added, others travel
 AHEAD = 4  # chunks on their way at once

@@ -43,10 +43,8 @@ def join(get: Get, place: Place, timeout: float) -> World:
         return Alone()
     if place.started_by == "torchrun":
         ours = "" if place.meet.startswith("file://") else f" or `samestep train --processes {place.size} ...`"
-        raise Invalid(
-            f"these {place.size} processes were started with RANK and WORLD_SIZE, as by torchrun, which is for PyTorch alone: "
-            f"start them with `mpiexec -n {place.size} python ...`{ours}"
-        )
+        how = f"these {place.size} processes were started with RANK and WORLD_SIZE, as by torchrun, which is for PyTorch alone"
+        raise Invalid(f"{how}: start them with `mpiexec -n {place.size} python ...`{ours}")
     if _joined is None:
         _joined = MpiWorld(place, timeout)
     elif _joined.broken:
@@ -78,10 +76,8 @@ def initialized(place: Place, timeout: float) -> Any:
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise Invalid("MPI was initialized without THREAD_MULTIPLE, which the exchange needs: leave it to samestep")
     if MPI.COMM_WORLD.size != place.size:
-        raise Invalid(
-            f"{place.size} processes were started, and MPI knows of {MPI.COMM_WORLD.size}: start them with the mpiexec of "
-            "the MPI that mpi4py uses, or with `srun --mpi=pmi2`"
-        )
+        known = f"{place.size} processes were started, and MPI knows of {MPI.COMM_WORLD.size}"
+        raise Invalid(f"{known}: use the mpiexec of the MPI that mpi4py uses, or `srun --mpi=pmi2`")
     return MPI
 
 

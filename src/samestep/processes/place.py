@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from samestep.checks import show
 from samestep.errors import Invalid
 
 OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in its Trainer
@@ -17,6 +18,7 @@ MPIEXEC = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
+PORTS = range(1, 1 << 16)
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,26 @@ def find(environ: Mapping[str, str] = os.environ) -> Place:
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _numbered(environ, TORCHRUN, "env://", "torchrun")
+    in_step = number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ  # of srun
     for names in MPIEXEC:  # before SLURM, inside which mpiexec may run; SLURM's own PMI sets no local rank
-        if set(names) <= set(environ):
+        if set(names[: 4 if in_step else 2]) <= set(environ):
             return _numbered(environ, names, "", "mpi")
-    if number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:  # inside srun, with several tasks
+    if in_step:
         size, node = number(environ, "SLURM_STEP_NUM_TASKS"), number(environ, "SLURM_NODEID", 0)
         host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
         job = number(environ, "SLURM_JOB_ID", 0) * 7 + number(environ, "SLURM_STEP_ID", 0)
-        port = number(environ, "MASTER_PORT", 20000 + job % 20000)
+        port = number(environ, "MASTER_PORT", 20000 + job % 20000, PORTS)
         per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
         rank, local_rank = number(environ, "SLURM_PROCID"), number(environ, "SLURM_LOCALID", 0)
         here = per_node[node] if 0 <= node < len(per_node) else local_rank + 1
         _check("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
         _check("SLURM_LOCALID", local_rank, "the tasks of its node", here)
         return Place(rank, size, local_rank, here, f"tcp://{host}:{port}", "slurm")
+    for names in (TORCHRUN, *MPIEXEC):  # some, but not those that count; scripts for SLURM may set a size of 1 alone
+        found = [name for name in names if name in environ]
+        if found and number(environ, names[1], 0) != 1:
+            missing = " and ".join(name for name in names[:2] if name not in environ)
+            raise Invalid(f"{found[0]} is set and {missing} not: set {names[0]} and {names[1]}, or unset {found[0]}")
     return Place()
 
 
@@ -75,15 +83,18 @@ def _check(name: str, rank: int, of: str, size: int) -> None:
         raise Invalid(f"{name} must be from 0 to {of} - 1 = {size - 1}, got {name}={rank}")
 
 
-def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number(environ: Mapping[str, str], name: str, default: int | None = None, within: range | None = None) -> int:
     """The whole number that a variable holds."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
     try:
-        return int(text or "")
+        value = int(text or "")
     except ValueError:
-        raise Invalid(f"the environment variable {name} must be a whole number, got {text!r}") from None
+        raise Invalid(f"the environment variable {name} must be a whole number, got {show(text)}") from None
+    if within and value not in within:
+        raise Invalid(f"the environment variable {name} must be from {within[0]} to {within[-1]}, got {show(value)}")
+    return value
 
 
 def first_host(nodes: str) -> str:
@@ -104,7 +115,5 @@ def tasks_per_node(text: str) -> list[int]:
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
     """
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts
+    found = re.findall(r"(\d{1,6})(?:\(x(\d{1,6})\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]

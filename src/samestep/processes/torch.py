@@ -23,7 +23,7 @@ import torch.distributed as dist
 from samestep.devices import Device
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes import mpi
-from samestep.processes.place import Place, number
+from samestep.processes.place import PORTS, Place, number
 from samestep.processes.world import TRANSPORT, VECTORS, Works, World, first_line
 
 CAUSE = "cause"  # in the store: why the run ends
@@ -73,11 +73,9 @@ class TorchWorld(World):
         else:
             store, self._holder = c10d.distributed_c10d._get_default_store(), 0 if self.rank == 0 else NOBODY
         self._store, missing = _gather(store, self.rank, self.size, timeout)
-        if missing[1:]:
-            ranks = ", ".join(map(str, missing))
-            raise ProcessFailed(f"ranks {ranks} have not come within {timeout:g} s: were they started?")
         if missing:
-            raise ProcessFailed(f"rank {missing[0]} has not come within {timeout:g} s: was it started?")
+            who = f"ranks {', '.join(map(str, missing))} have" if missing[1:] else f"rank {missing[0]} has"
+            raise ProcessFailed(f"{who} not come within {timeout:g} s: were all started?")
         with self._named(NOBODY):
             if self._made:
                 dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=limit)
@@ -214,13 +212,13 @@ def _meet(place: Place, limit: timedelta) -> tuple[Any, int]:
     if place.meet.startswith("file://"):
         return c10d.FileStore(place.meet.removeprefix("file://"), place.size), NOBODY
     if place.meet == "env://":
-        host, port = os.environ.get("MASTER_ADDR", ""), number(os.environ, "MASTER_PORT")
-        holder = NOBODY if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0  # torchrun holds it itself
+        host, port = os.environ.get("MASTER_ADDR", ""), number(os.environ, "MASTER_PORT", within=PORTS)
         if not host:
             raise Invalid("the environment variable MASTER_ADDR must name the host of rank 0, and is not set")
     else:
         host, port = place.meet.removeprefix("tcp://").rpartition(":")[0], int(place.meet.rpartition(":")[2])
-        holder = 0
+    torchruns = place.meet == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holder = NOBODY if torchruns else 0  # torchrun holds it itself
     holds = place.rank == holder
     try:
         store = c10d.TCPStore(host, port, place.size, holds, limit, wait_for_workers=False, multi_tenant=True)

@@ -1,9 +1,9 @@
 """Checkpoints: all that a fit needs to go on from a step, in one file that is whole or not there.
 
-checkpoints/step-000001234.safetensors holds tensors by name ("model:...", "optimizer:...", "average:...") and, in its header,
-a JSON text with the step, the recipe, the chain of fingerprints and the hash of the file. There is no rank in it, no
-generator and no place in the data: those follow from the step. What was logged before the step is in events.jsonl; the
-checkpoint says how much of it belongs to it.
+checkpoints/step-000001234.safetensors holds tensors by name ("model:...", "optimizer:...", "average:...", "log:...") and, in
+its header, a JSON text with the step, the recipe, the history and the hash of the file. There is no rank in it, no generator
+and no place in the data: those follow from the step. It stands alone: of the log it has the fingerprints, the losses and hits
+of an unfinished epoch, and how much of events.jsonl belongs to it.
 """
 
 from __future__ import annotations
@@ -171,24 +171,14 @@ class Writer:
         self._metrics = {path: metric(path) for path in paths(folder)}
         self._thread = ThreadPoolExecutor(1, "samestep-checkpoint")
         self._tasks: list[Future[None]] = []  # the one that is written, and the one that waits
-        self._newest: Tensors = {}  # those of the last task
-        self._spare: list[Tensors] = []  # memory of written checkpoints, to copy the next ones into
 
     def submit(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Take a copy of the tensors, and have it written: this is all that a step waits for."""
         self._tasks = [task for task in self._tasks if not task.done() or task.result()]  # raises what went wrong
         if self._tasks and self._tasks[-1].cancel():  # it still waits
             self._tasks.pop()
-            self._spare.append(self._newest)
-        memory = self._spare.pop() if self._spare else {}
-        for name, tensor in tensors.items():
-            kept = memory.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                memory[name] = np.array(tensor)
-            else:
-                np.copyto(kept, tensor)
-        self._newest = {name: memory[name] for name in tensors}
-        self._tasks.append(self._thread.submit(self._write, about, self._newest))
+        copies = {name: np.array(tensor) for name, tensor in tensors.items()}
+        self._tasks.append(self._thread.submit(self._write, about, copies))
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""
@@ -210,11 +200,8 @@ class Writer:
         except OSError as error:
             last = max((p for p in self._metrics if p != path), default=None)
             kept = f"{last.name} is kept" if last else "there is none before it"
-            warnings.warn(
-                f"{path.name} could not be written ({error.strerror or error}); {kept}, and training goes on",
-                stacklevel=1,
-            )
-        self._spare.append(tensors)
+            why = f"{path.name} could not be written ({error.strerror or error})"
+            warnings.warn(f"{why}; {kept}, and training goes on", stacklevel=1)
 
     def _tidy(self) -> None:
         """Delete all but the last few checkpoints and the best one."""
@@ -246,7 +233,7 @@ class Cadence:
         return bool(self.every) and step % self.every == 0
 
 
-def parse(every: Any) -> tuple[float, str]:
+def parse(every: Any, name: str = "checkpoint_every") -> tuple[float, str]:
     """What a user writes as `checkpoint_every`, as a number of steps, epochs or seconds.
 
     >>> parse(100), parse("1 epoch"), parse("5 min")
@@ -261,11 +248,7 @@ def parse(every: Any) -> tuple[float, str]:
             return count, unit
         if unit in ("steps", "epochs") and number.isdecimal() and 1 <= count <= MOST:
             return int(count), unit
-        raise Invalid(
-            f"checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got {every!r}"
-        )
+        raise Invalid(f"{name} must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got {every!r}")
     if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
-        raise WrongType(
-            f"checkpoint_every must be a number of steps, or such as '1 epoch' or '30 s', or None, got {show(every)}"
-        )
-    return whole("", "checkpoint_every", every, 1), "steps"
+        raise WrongType(f"{name} must be a number of steps, or such as '1 epoch' or '30 s', or None, got {show(every)}")
+    return whole("", name, every, 1), "steps"

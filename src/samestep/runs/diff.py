@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from samestep.errors import Invalid
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Tensors
-from samestep.runs.log import events
-from samestep.runs.recipe import flat, read_recipe
-from samestep.runs.run import read_weights
+from samestep.runs.recipe import flat, shown
+from samestep.runs.run import read_folder, read_weights
 
 SHOWN, WIDTH = 20, 40  # tensors in the table; characters of a recipe's value
 ABSENT = "absent"  # stands for the value that one of the recipes does not have
@@ -92,6 +91,7 @@ class Side:
     steps: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # examples, rate, losses, hits, fingerprint
     tests: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # loss and accuracy, by updates made
     end: str | None = None  # fingerprint of the final weights
+    average: str | None = None  # and of the averaged ones
     files: dict[tuple[int, str], Path] = field(default_factory=dict)  # by updates made, and "checkpoint" or "final"
 
 
@@ -119,6 +119,8 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Difference:
         if side.steps and (side.end is None or side.length < max(found.lengths)):
             unfinished = "" if side.end else "is not finished: it "
             found.notes.append(f"{name} {unfinished}ends after {counted(side.length, 'step')}")
+        if lost := sum(row[0] is None for row in side.steps.values()):
+            found.notes.append(f"the log of {name} was damaged: {counted(lost, 'step')} left only a fingerprint")
     if not at:
         found.notes.append("no tensors are compared: after no step do both have a checkpoint or final weights")
     return found
@@ -147,6 +149,8 @@ def _compare_step(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[str, str, lis
     if repr(a) == repr(b):
         return None
     examples, rates, losses, hits, prints = zip(a, b, strict=True)
+    if None in examples:  # of one of them only the fingerprint is known
+        return ("update", ", in what cannot be told: one log of it is lost", None) if prints[0] != prints[1] else None
     if examples[0] != examples[1]:
         return "examples", ": it has {:,} examples in A and {:,} in B".format(*examples), None
     alike = len(losses[0]) == len(losses[1])
@@ -176,12 +180,12 @@ def _compare_tensors(left: Side, right: Side, at: list[int]) -> list[Tensor]:
                 if different := _compare_tensor(name.removeprefix("model:"), step, a.get(name), b.get(name)):
                     seen[name] = different
     names = list(left.recipe.get("parameters", {}) | right.recipe.get("parameters", {}))
-    order = {name: i for i, name in enumerate(names)}
 
     def place(name: str) -> tuple[Any, ...]:
         group, _, rest = name.partition(":")
         slot, _, own = rest.partition(":") if group == "optimizer" else ("", "", rest)
-        return seen[name].step, ("model", "optimizer", "average").index(group), slot, order.get(own, len(order)), own
+        order = names.index(own) if own in names else len(names)
+        return seen[name].step, ("model", "optimizer", "average").index(group), slot, order, own
 
     return [seen[name] for name in sorted(seen, key=place)]
 
@@ -191,10 +195,10 @@ def _tensors(side: Side, step: int, kind: str) -> Tensors:
     if kind == "checkpoint" or (step, "final") not in side.files:
         tensors = checkpoint.read(side.files[step, "checkpoint"]).tensors
     else:
-        weights, average = read_weights(side.path, side.end or "")
+        weights, average = read_weights(side.path, side.end or "", side.average)
         tensors = {f"model:{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"average:{name}": tensor for name, tensor in (average or {}).items()}
-    return {name: tensor for name, tensor in tensors.items() if kind or name.startswith("model:")}
+    return {name: tensor for name, tensor in tensors.items() if name[:4] != "log:" and (kind or name[:6] == "model:")}
 
 
 def _compare_tensor(name: str, step: int, a: NDArray[Any] | None, b: NDArray[Any] | None) -> Tensor | None:
@@ -220,10 +224,9 @@ def _conclude(found: Difference, left: Side, right: Side, at: list[int]) -> tupl
     """Kind and verdict where the logs, as far as there are any, are the same."""
     steps = counted(found.steps, "step")
     if found.tensors:
-        words = (
-            f"they differ after {counted(found.tensors[0].step, 'step')}, in {counted(len(found.tensors), 'tensor')}"
-        )
-        return "tensors", words + f"; the logs of {steps} are the same" * bool(found.steps)
+        first, many = counted(found.tensors[0].step, "step"), counted(len(found.tensors), "tensor")
+        logs = f"; the logs of {steps} are the same" if found.steps else ""
+        return "tensors", f"they differ after {first}, in {many}{logs}"
     if not found.steps:
         return None, f"the same: all tensors after {counted(at[-1], 'step')}"
     last = max(left.steps.keys() & right.steps.keys())
@@ -269,36 +272,25 @@ def _open(path: Path) -> Side:
     if not os.path.isdir(path):
         one = checkpoint.read(path)
         return Side(path, one.about["recipe"], one.step, files={(one.step, "checkpoint"): path})
-    name = "recipe.json"
-    try:
-        side = Side(path, read_recipe((path / name).read_bytes()))
-        name = "events.jsonl"
-        _read(side, (path / name).read_bytes())
-    except OSError as error:
-        raise Invalid(f"{path} is not the folder of a run: {name} cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError) as error:
-        raise Invalid(f"{path / name} is damaged: {error}") from error
+    recipe, log = read_folder(path)
+    side = Side(path, recipe)
+    for event in log:
+        if event["event"] == "steps":
+            hits = event["hits"] or [None] * len(event["loss"])
+            rows = zip(event["examples"], event["lr"], event["loss"], hits, event["fingerprint"], strict=True)
+            side.steps |= enumerate(rows, event["first"])
+        elif event["event"] == "lost":
+            side.steps |= enumerate(((None, None, [], None, p) for p in event["fingerprint"]), event["first"])
+        elif event["event"] == "epoch":
+            side.tests[event["step"]] = event["test_loss"], event["test_accuracy"]
+        elif event["event"] == "end":
+            side.end, side.average = event["fingerprint"], event.get("average")
+    side.length = max(side.steps, default=-1) + 1
     for file in checkpoint.paths(path):
         side.files[int(file.stem.removeprefix("step-")), "checkpoint"] = file
     if side.end:  # of a run that was resumed and has not ended again, weights may be there that are no longer its last
         side.files[side.length, "final"] = path / "weights.safetensors"
     return side
-
-
-def _read(side: Side, log: bytes) -> None:
-    for number, event in enumerate(events(log), 1):
-        try:
-            if event["event"] == "steps":
-                hits = event["hits"] or [None] * len(event["loss"])
-                rows = zip(event["examples"], event["lr"], event["loss"], hits, event["fingerprint"], strict=True)
-                side.steps |= enumerate(rows, event["first"])
-                side.length = event["first"] + len(event["lr"])
-            elif event["event"] == "epoch":
-                side.tests[event["step"]] = event["test_loss"], event["test_accuracy"]
-            elif event["event"] == "end":
-                side.end = event["fingerprint"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is not an event") from error
 
 
 def counted(n: int, thing: str) -> str:
@@ -309,7 +301,7 @@ def describe(found: Difference) -> str:
     """What was found, in words and two tables: the recipes' differences, and the tensors'."""
     lines = [found.verdict, *([f"cause: {found.cause}"] if found.cause else []), *found.notes]
     if found.recipe:
-        values = [(name, _short(a, b), _short(b, a)) for name, a, b in found.recipe]
+        values = [(name, *shown(str(a), str(b), WIDTH)) for name, a, b in found.recipe]
         lines += ["", *_table([("recipe", "A", "B"), *values])]
     if found.tensors:
         rows = [
@@ -320,14 +312,6 @@ def describe(found: Difference) -> str:
         lines += ["", *_table([("tensor", "after steps", "largest difference", "in ulp", "elements"), *rows])]
         lines += [f"and {len(found.tensors) - SHOWN:,} more"] if len(found.tensors) > SHOWN else []
     return "\n".join(lines)
-
-
-def _short(value: Any, other: Any) -> str:
-    """A value in bearable length, from shortly before the place where it parts from the other one."""
-    text, second = (" ".join(str(v).split()) for v in (value, other))
-    alike = len(os.path.commonprefix([text, second]))  # noqa: RUF071 - of any two texts
-    start = alike - WIDTH // 4 if alike > WIDTH // 2 and len(text) > WIDTH else 0
-    return "..." * bool(start) + text[start : start + WIDTH] + "..." * (len(text) > start + WIDTH)
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -6,20 +6,22 @@ import fcntl
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import Invalid
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Checkpoint, Tensors, Writer
-from samestep.runs.log import Event, chain, events, last_seal, sealed
+from samestep.runs.log import Event, events, last_seal, mended, sealed
 from samestep.runs.recipe import ACCEPT, differences, in_words, read_recipe, recipe_text
 from samestep.runs.run import plain
 
 # What comes later does not change the steps before it; what was accepted or cannot be checked is told, not compared.
 IMMATERIAL = ("max_epochs", "accepted", "unchecked")
+WEIGHTS = ("weights.safetensors", "average.safetensors")
 
 
 class RunFolder:
@@ -34,6 +36,7 @@ class RunFolder:
         self._made = [folder for folder in [self.path, *self.path.parents] if not os.path.exists(folder)]
         self.checkpoint: Checkpoint | None = None  # to go on from
         self.log = b""  # the events that belong to it
+        self._aside: dict[Path, Path] = {}  # what is damaged or in the way, and the names under which it is kept
         new: list[str] = []  # files to take back if nothing comes of it
         with self._writing(), ExitStack() as undo:
             undo.callback(self._take_back, [])
@@ -61,9 +64,8 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise Invalid(
-                f"run folder {self.path} cannot be written to: {error.strerror or error}; pass another run_dir, or None"
-            ) from error
+            why = f"run folder {self.path} cannot be written to: {error.strerror or error}"
+            raise Invalid(f"{why}; pass another run_dir, or None") from error
 
     def _hold(self) -> None:
         """Keep other runs out, for as long as the lock file is open."""
@@ -77,9 +79,11 @@ class RunFolder:
     def _prepare(self, recipe: dict[str, Any], last: int) -> None:
         """Make the folder one of a run that is going on. Killed in between, it can still be resumed."""
         log, about, found = self.path / "events.jsonl", self.path / "recipe.json", self.checkpoint
-        for file in checkpoint.paths(self.path):  # damaged, or about to be made again
-            if not found or file > checkpoint.path_of(self.path, found.step):
-                file.unlink()
+        for old, kept in self._aside.items():
+            if old in (log, about):  # which are there until they are replaced
+                checkpoint.write(kept, [old.read_bytes()])
+            else:
+                os.replace(old, kept)
         for file in (self.path / checkpoint.FOLDER).glob("step-*.safetensors.tmp"):  # half-written
             file.unlink()
         if self.log and not (log.exists() and log.read_bytes().startswith(self.log)):
@@ -89,54 +93,51 @@ class RunFolder:
         if found and not (own := checkpoint.path_of(self.path, found.step)).exists():  # it is that of another folder
             own.parent.mkdir(exist_ok=True)
             checkpoint.write(own, checkpoint.pack({**found.about, "recipe": recipe}, found.tensors))
-        text = recipe_text(recipe)
-        if not about.exists() or about.read_bytes() != text:
-            checkpoint.write(about, [text])
+        checkpoint.write(about, [recipe_text(recipe)])
         if not found or found.step < last:  # the weights will be others
-            for old in ("weights.safetensors", "average.safetensors"):
-                (self.path / old).unlink(missing_ok=True)
+            for name in WEIGHTS:
+                (self.path / name).unlink(missing_ok=True)
         self._digest, self._synced, self._seal = hashlib.sha256(self.log), False, last_seal(self.log)
         self._events = open(log, "ab")  # noqa: SIM115
 
     def _find(self, recipe: dict[str, Any], resume: Any, last: int) -> None:
         """Look for the checkpoint to go on from: the newest one that is whole."""
-        there = self.path / "recipe.json"
-        if resume not in ("auto", False):  # a checkpoint, or a run folder
-            given = Path(resume)
-            files = checkpoint.paths(given) if given.is_dir() else [given]
-            home = given if given.is_dir() else given.parent.parent
-            if there.exists() and not (home.exists() and home.samefile(self.path)):
-                raise Invalid(
-                    f"run folder {self.path} already holds another run than {home}: choose another, or delete it"
-                )
-            self._take(files, recipe, (*IMMATERIAL, "initial"), last)
-            if not self.checkpoint:
+        there, mine, here = self.path / "recipe.json", checkpoint.paths(self.path), resume in ("auto", False)
+        given = self.path if here else Path(resume)  # a checkpoint, or a run folder
+        home = given if given.is_dir() else given.parent.parent
+        own = home.exists() and home.samefile(self.path)
+        if (there.exists() or mine) and (resume is False or not own):
+            which = "a run" if here else f"another run than {home}"
+            raise Invalid(f"run folder {self.path} already holds {which}: choose another, or delete it")
+        home = self.path if own else home
+        files = checkpoint.paths(home) if given.is_dir() else [home / given.parent.name / given.name]
+        old, damage = _read(there, read_recipe, recipe)
+        besides = IMMATERIAL if here else (*IMMATERIAL, "initial")
+        self._check(recipe, old if here else recipe, self.path, besides)
+        self._take(files, recipe, besides, last)
+        if not self.checkpoint:
+            told, wrong = _read(self.path / "events.jsonl", lambda log: list(events(log)), [])
+            ended = f"run folder {self.path} holds a finished run without a checkpoint"
+            if not here:
                 raise Invalid(f"resume: {given} has no checkpoint that can be used")
+            if damage or wrong or any(event["event"] == "end" for event in told):
+                raise Invalid(f"{damage or wrong or ended}: choose another run_dir, or delete it")
             return
-        files = checkpoint.paths(self.path)
-        if not there.exists() and not files:
-            return
-        if resume is False:
-            raise Invalid(f"run folder {self.path} already holds a run: choose another, or delete it")
-        if there.exists():
-            try:
-                old = read_recipe(there.read_bytes())
-            except (ValueError, TypeError) as error:
-                raise Invalid(f"{there} is damaged: {error}; choose another run_dir, or delete it") from error
-            self._check(recipe, old, self.path, IMMATERIAL)
-        self._take(files, recipe, IMMATERIAL, last)
-        if not self.checkpoint and (self.path / "weights.safetensors").exists() and self._ended():
-            raise Invalid(
-                f"run folder {self.path} holds a finished run without a checkpoint: choose another, or delete it"
-            )
+        if damage:
+            self._keep(there, f"{damage}; that of the checkpoint is used", 6)
+        for file in mine:
+            if file > checkpoint.path_of(self.path, self.checkpoint.step) and file not in self._aside:
+                self._keep(file, f"checkpoint {file} is newer than the one that the run goes on from", 6)
 
-    def _ended(self) -> bool:
-        """Whether the log comes to an end; if not, the run was killed just after its weights were written."""
-        log = self.path / "events.jsonl"
-        try:
-            return log.exists() and any(event["event"] == "end" for event in events(log.read_bytes()))
-        except ValueError as error:
-            raise Invalid(f"{log} is damaged: {error}; choose another run_dir, or delete it") from error
+    def _keep(self, file: Path, why: str, level: int = 7) -> None:
+        """Warn of a file that is damaged or in the way, and keep it; with a checkpoint, also what may tell of later steps."""
+        if file.exists() and self.path in file.parents:
+            later = [self.path / name for name in ("events.jsonl", *WEIGHTS)]
+            for old in [file, *filter(os.path.exists, later)] if file.parent != self.path else [file]:
+                names = (old.with_name(f"{old.name}.aside{number or ''}") for number in count())
+                self._aside[old] = next(name for name in names if not os.path.lexists(name))
+            why += f"; it is kept as {self._aside[file].name}"
+        warnings.warn(why, stacklevel=level)
 
     def _check(self, recipe: dict[str, Any], old: dict[str, Any], where: Path, besides: Iterable[str]) -> None:
         found = differences(recipe, old, besides)
@@ -153,31 +154,34 @@ class RunFolder:
             hint = f", or go on nevertheless with accept={names!r} (--accept {names}), which the run will remember"
             if not recipe["portable"] and any(name.startswith("numerics.cpu.") for name in found):
                 hint += "; runs with portable=True (--portable) keep their bits on every CPU"
-        raise Invalid(
-            f"{where} holds a run of another recipe ({in_words(found)}): choose another run_dir, or delete it{hint}"
-        )
+        what = f"{where} holds a run of another recipe ({in_words(found)})"
+        raise Invalid(f"{what}: choose another run_dir, or delete it{hint}")
 
     def _take(self, files: list[Path], recipe: dict[str, Any], besides: Iterable[str], last: int) -> None:
         for file in reversed(files):
-            home = file.parent.parent
+            path = file.parent.parent / "events.jsonl"
             try:
                 found = checkpoint.read(file)
-                log = (home / "events.jsonl").read_bytes()[: found.about["events"]]
-                if hashlib.sha256(log).hexdigest() != found.about["events_sha256"]:
-                    raise Invalid(f"{home / 'events.jsonl'} does not go with it")
-                prints = [p for event in events(log) if event["event"] == "steps" for p in event["fingerprint"]]
-                if len(prints) != found.step or chain(prints) != found.about["chain"]:
-                    raise Invalid(f"the fingerprints in {home / 'events.jsonl'} are not its own")
+                content = path.read_bytes() if path.exists() else b""
+                log = content[: found.about["events"]]
+                known = [f"{value:016x}" for value in found.tensors["log:fingerprints"]]
+                damaged = hashlib.sha256(log).hexdigest() != found.about["events_sha256"]
+                if damaged:
+                    log = mended(content, known, found.about["history"])
+                prints = [p for event in events(log) if "first" in event for p in event["fingerprint"]]
+                if len(prints) != found.step or prints != known:
+                    raise Invalid(f"{path} does not go with it")
             except (OSError, ValueError, KeyError, TypeError) as error:
                 instead = "the one before it is" if file != files[0] else "and there is none before it"
-                warnings.warn(f"checkpoint {file} cannot be used, {instead}: {error}", stacklevel=6)
+                self._keep(file, f"checkpoint {file} cannot be used, {instead}: {error}")
                 continue
-            self._check(recipe, found.about["recipe"], home, besides)
+            self._check(recipe, found.about["recipe"], path.parent, besides)
             if found.step > last:
-                raise Invalid(
-                    f"{home} holds this run up to step {found.step}, and max_epochs={recipe['max_epochs']} "
-                    f"ends at step {last}: raise max_epochs, or choose another run_dir"
-                )
+                ends = f"max_epochs={recipe['max_epochs']} ends at step {last}: raise max_epochs, or choose another run_dir"
+                raise Invalid(f"{path.parent} holds this run up to step {found.step}, and {ends}")
+            if damaged:
+                lost = ", ".join(f"{e['first']} to {e['last']}" for e in events(log) if e["event"] == "lost") or "none"
+                self._keep(path, f"{path} is damaged or missing; steps whose losses and rates are lost: {lost}")
             self.checkpoint, self.log = found, log
             return
 
@@ -223,3 +227,11 @@ class RunFolder:
         for folder in self._made:
             with suppress(OSError):  # not made, or not empty
                 folder.rmdir()
+
+
+def _read(path: Path, reader: Callable[[bytes], Any], otherwise: Any) -> tuple[Any, str]:
+    """What a file says, and what is wrong with it; something else if it is not there, or damaged."""
+    try:
+        return reader(path.read_bytes()) if path.exists() else otherwise, ""
+    except ValueError as error:
+        return otherwise, f"{path} is damaged: {error}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from typing import Any
-
-from samestep.checks import show
 
 # What a resume may accept to be different → the entries of the recipe that it means.
 ACCEPT = {
@@ -26,9 +25,11 @@ def recipe_text(recipe: dict[str, Any]) -> bytes:
 
 def read_recipe(text: bytes) -> dict[str, Any]:
     """The inverse of `recipe_text`; ValueError if it is damaged."""
-    recipe = dict(json.loads(text))
+    recipe = json.loads(text)
+    if not isinstance(recipe, dict):
+        raise ValueError("it is not a recipe")
     told = recipe.pop("sha256", None)
-    if told not in (None, hashlib.sha256(json.dumps(recipe).encode()).hexdigest()):
+    if told != hashlib.sha256(json.dumps(recipe).encode()).hexdigest():
         raise ValueError("it was changed after it was written")
     return recipe
 
@@ -46,10 +47,8 @@ def differences(
         one, other = ours.get(name), theirs.get(name)
         if name in besides or repr(one) == repr(other) or (name == "parameters" and one == other):  # in any order
             continue
-        if name not in theirs and isinstance(one, dict):
-            found[name] = f"{name} was not recorded"  # by an older samestep
-        elif not isinstance(one, dict) or not isinstance(other, dict) or name == "parameters":
-            here, there = shown(one, other)
+        if not isinstance(one, dict) or not isinstance(other, dict) or name == "parameters":
+            here, there = shown(repr(one), repr(other))
             found[name] = f"{name} is {here}, {verb} {there}"
         elif name != "code":
             found |= differences(flat(one, name), flat(other, name), verb=verb)
@@ -59,16 +58,17 @@ def differences(
     return found
 
 
-def shown(one: Any, other: Any) -> tuple[str, str]:
-    """Two values in a line of bearable length; long ones from shortly before they differ.
+def shown(one: str, other: str, width: int = 77) -> tuple[str, ...]:
+    """Two texts of bearable length; long ones from shortly before they differ.
 
-    >>> shown("_" * 90 + ", alpha=0.1", "_" * 90 + ", alpha=0.2")
-    ("..._________, alpha=0.1'", "..._________, alpha=0.2'")
+    >>> shown("_" * 90 + ", alpha=0.1", "_" * 90 + ", alpha=0.2", width=40)
+    ('..., alpha=0.1', '..., alpha=0.2')
     """
-    if show(one) != show(other):
-        return show(one), show(other)
-    start = next((i for i, (a, b) in enumerate(zip(repr(one), repr(other), strict=False)) if a != b), 80) - 20
-    return f"...{repr(one)[start:][:70]}", f"...{repr(other)[start:][:70]}"
+    texts = [" ".join(text.split()) for text in (one, other)]
+    alike = len(os.path.commonprefix(texts))  # noqa: RUF071 - of any two texts
+    starts = [alike - width // 4 if alike > width // 2 and len(text) > width else 0 for text in texts]
+    cut = zip(texts, starts, strict=True)
+    return tuple("..." * (at > 0) + text[at : at + width] + "..." * (len(text) > at + width) for text, at in cut)
 
 
 def in_words(found: dict[str, str]) -> str:

@@ -51,18 +51,19 @@ class Run:
     @property
     def model(self) -> Any:
         """A model of the framework with the final weights."""
-        if self._model is None:
-            raise Invalid("a run that was loaded from its folder has no model: put its weights() into one of yours")
-        return self._model()
+        return self._made(self._model, "weights()")
 
     @property
     def average_model(self) -> Any:
         """A model of the framework with the averaged weights."""
-        if self._average_model is None and self.average is not None:
-            raise Invalid("a run that was loaded from its folder has no model: put its average into one of yours")
-        if self._average_model is None:
+        if self.average is None:
             raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")
-        return self._average_model()
+        return self._made(self._average_model, "average")
+
+    def _made(self, model: Callable[[], Any] | None, weights: str) -> Any:
+        if model is None:
+            raise Invalid(f"a run that was loaded from its folder has no model: put its {weights} into one of yours")
+        return model()
 
     def replay(self, events: Iterable[Event]) -> None:
         """Take in what a log tells."""
@@ -70,7 +71,7 @@ class Run:
             kind = event["event"]
             if kind in ("start", "resume"):
                 self.devices = event["devices"]
-            elif kind == "steps":
+            elif kind in ("steps", "lost"):
                 self.fingerprints += event["fingerprint"]
             elif kind == "epoch":
                 self.history.append({name: value for name, value in event.items() if name != "event"})
@@ -81,36 +82,41 @@ class Run:
     def load(folder: str | Path) -> Run:
         """Read a finished run back from its folder."""
         folder = Path(folder)
-        for name in ("recipe.json", "events.jsonl", "weights.safetensors"):
-            if not os.path.isfile(folder / name):
-                raise Invalid(f"{folder} is not the folder of a finished run: {name} is missing")
-        try:
-            name = "recipe.json"
-            recipe = read_recipe((folder / name).read_bytes())
-            name = "events.jsonl"
-            log = list(events((folder / name).read_bytes()))
-        except ValueError as error:
-            raise Invalid(f"{folder / name} is damaged: {error}") from error
+        recipe, log = read_folder(folder)
         run = Run(recipe, [], folder=folder)
         run.replay(log)
         if not run.fingerprint:
             raise Invalid(f"{folder} is not the folder of a finished run: events.jsonl does not come to an end")
-        run._tensors, run.average = read_weights(folder, run.fingerprint)
+        run._tensors, run.average = read_weights(folder, run.fingerprint, log[-1].get("average"))
         return run
 
 
-def read_weights(folder: Path, fingerprint: str) -> tuple[Tensors, Tensors | None]:
-    """The final weights of a run, which must have its fingerprint, and the averaged ones if there are any."""
+def read_folder(folder: Path) -> tuple[dict[str, Any], list[Event]]:
+    """The recipe and the log of a run."""
+    readers: dict[str, Any] = {"recipe.json": read_recipe, "events.jsonl": lambda log: list(events(log))}
+    try:
+        for name, reader in readers.items():
+            readers[name] = reader((folder / name).read_bytes())
+    except OSError as error:
+        raise Invalid(f"{folder} is not the folder of a run: {name} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise Invalid(f"{folder / name} is damaged: {error}") from error
+    return readers["recipe.json"], readers["events.jsonl"]
+
+
+def read_weights(folder: Path, fingerprint: str, average: str | None) -> tuple[Tensors, Tensors | None]:
+    """The final weights of a run and the averaged ones, if there are any. They must have the fingerprints that its log told."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    path = folder / "weights.safetensors"
+    found: list[Tensors | None] = []
     try:
-        weights = load_file(path)
-        if of_weights(weights) != fingerprint:
-            raise ValueError("its weights do not have the run's fingerprint")
-        path = folder / "average.safetensors"
-        return weights, load_file(path) if os.path.isfile(path) else None
+        for name, told in (("weights.safetensors", fingerprint), ("average.safetensors", average)):
+            path = folder / name
+            found.append(load_file(path) if told or os.path.isfile(path) else None)
+            if told and of_weights(found[-1] or {}) != told:
+                raise ValueError("its weights do not have the run's fingerprint")
+        return found[0] or {}, found[1]
     except (OSError, ValueError, SafetensorError) as error:
         raise Invalid(f"{path} is damaged: {error}") from error
 
@@ -127,15 +133,15 @@ def export(source: Path, target: Path, best: bool = False, average: bool = False
     """Write the weights of a run or of a checkpoint as a plain safetensors file; returns the step, or None for the end."""
     step = None
     final = source / ("average.safetensors" if average else "weights.safetensors")
-    if final.exists() and not best:
+    if os.path.exists(final) and not best:
         run = Run.load(source)  # which verifies them
         tensors = run.average or {} if average else run.weights()
     else:
         if os.path.isdir(source):
             files = checkpoint.paths(source)
-            found = max(files, default=None)
-            if best:
-                found = checkpoint.best({file: checkpoint.metric(file) for file in files})
+            found = (
+                checkpoint.best({file: checkpoint.metric(file) for file in files}) if best else max(files, default=None)
+            )
             if not found:
                 what = "checkpoint of the end of an epoch" if best else "weights and no checkpoint"
                 raise Invalid(f"{source} has no {what}")

@@ -9,28 +9,30 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
-from samestep.checks import whole
+from samestep.checks import show, whole
 from samestep.errors import Invalid
-from samestep.processes.launch import engine_for, of
+from samestep.processes.launch import Processes, engine_for
 from samestep.processes.place import OVERRIDES
 from samestep.runs import diff
 from samestep.runs.diff import Difference, counted
 from samestep.runs.log import events
 from samestep.runs.run import Run
 
+COUNT = "0*[1-9][0-9]{0,8}"
 POLL = 0.001  # seconds between two looks at a log
 TAIL = 1 << 20  # bytes; the last line about steps is in the last so many of a log
 LINES = 20  # of what a failed run printed are shown
@@ -77,42 +79,35 @@ class Job:
         return [sys.executable, "-m", "samestep", "train", "--quiet", *given, *rest]
 
 
-class Start(ExitStack):
+class Start(Processes):
     """The processes of a run, started in one way; they are all ended when the `with` is left."""
 
     def __init__(self, job: Job, way: Way, folder: Path, every: int | None = None) -> None:
-        super().__init__()
         self.folder, self.survivors = folder, 0
         self.output = folder.with_name(folder.name + ".txt")  # what they print
         env = {name: value for name, value in os.environ.items() if name != OVERRIDES} | {"PYTHONUNBUFFERED": "1"}
-        kind = of(engine_for(job.script, job.backend) if way.processes > 1 else "torch")
+        engine = engine_for(job.script, job.backend) if way.processes > 1 else "torch"
         with open(self.output, "wb") as output:
-            processes = kind(job.command(way, folder, every), way.processes, env, output.fileno())
-            self.processes, self.wait = self.enter_context(processes), processes.wait
-            try:
-                self.processes.start()
-            except BaseException:
-                self.close()
-                raise
+            super().__init__(job.command(way, folder, every), way.processes, env, engine, output.fileno())
 
     def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds; False if a process has ended before it does."""
         while not condition():
-            if any(state is not None for state in self.processes.poll()):
+            if any(state is not None for state in self.poll()):
                 return False
             time.sleep(POLL)
         return True
 
-    def kill(self, ranks: Sequence[int]) -> bool:
+    def lose(self, ranks: Sequence[int]) -> bool:
         """Kill processes and wait for the others, which notice it; False if all of those had ended already.
 
         `survivors` are those that did not end by themselves, and were killed in the end.
         """
-        self.processes.kill(ranks)
+        self.kill(ranks)
         self.wait()
-        states = self.processes.poll()
+        states = self.poll()
         self.survivors = states.count(None)
-        self.processes.kill()
+        self.kill()
         return any(states[rank] == -signal.SIGKILL for rank in ranks)
 
     def steps(self) -> int:
@@ -186,8 +181,8 @@ def counts(option: str, text: str) -> list[int]:
     [1, 2, 8]
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise Invalid(f"{option} must be counts such as 1,2,3, got {text!r}")
+    if not all(re.fullmatch(COUNT, part) for part in parts):
+        raise Invalid(f"{option} must be counts such as 1,2,3, got {show(text)}")
     return sorted({int(part) for part in parts})
 
 
@@ -218,36 +213,27 @@ def draw(
 
 
 def verify(
-    job: Job,
-    devices: Sequence[int] = (1, 2, 3, 8),
-    processes: Sequence[int] = (1, 2, 3),
-    *,
-    every: bool = False,
-    kill: int = 3,
-    resume_on: str = "random",
-    seed: int = 0,
-    keep: Path | None = None,
+    job: Job, devices: Sequence[int] = (1, 2, 3, 8), processes: Sequence[int] = (1, 2, 3), *,
+    every: bool = False, kill: int = 3, resume_on: str = "random", seed: int = 0, keep: Path | None = None,
     tell: Callable[[Report], None] = lambda report: None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Run a job in many ways, kill and resume it, and compare. `tell` is called whenever there is something new to show.
 
     Where the runs are not the same, their folders are kept, in a temporary folder if no other is named.
     """
-    if job.script is not None and not job.script.is_file():
-        raise Invalid(f"{job.script} is not a file")
     if job.epochs is not None:
         whole("", "--epochs", job.epochs, 1)
     whole("", "--kill", kill)
-    if resume_on not in ("random", "same") and not (resume_on.isdecimal() and int(resume_on)):
-        raise Invalid(f"--resume-on must be random, same or a number of devices, got {resume_on!r}")
-    if keep is not None and os.path.exists(keep) and (not os.path.isdir(keep) or os.listdir(keep)):
-        raise Invalid(f"--keep needs a new or empty folder, and {keep} is not")
+    if resume_on not in ("random", "same") and not re.fullmatch(COUNT, resume_on):
+        raise Invalid(f"--resume-on must be random, same or a number of devices, got {show(resume_on)}")
     report, chance = Report(str(job), seed), random.Random(seed)
     try:
         root = Path(tempfile.mkdtemp(prefix="samestep-verify-")) if keep is None else keep
         root.mkdir(parents=True, exist_ok=True)
+        if os.listdir(root):
+            raise OSError("Not empty")
     except OSError as error:
-        raise Invalid(f"--keep {keep} cannot be made: {error.strerror or error}") from error
+        raise Invalid(f"--keep needs a new or empty folder, got {keep}: {error.strerror or error}") from error
     runs = Runs(job, root, report, partial(tell, report), tidy=keep is None)
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what was started
     try:
@@ -284,10 +270,9 @@ class Runs:
         one = "a run folder holds one run, so leave one fit in it"
         if len(ends) > 1:
             raise Invalid(f"{self.job} fits more than once: {one}")
-        if status and ends:
-            raise Invalid(f"{self.job} failed with status {status} after its fit had ended ({one}):\n{start.said()}")
         if status:
-            raise Invalid(f"{self.job} failed on {way} with status {status}:\n{start.said()}")
+            when = f" after its fit had ended ({one})" if ends else f" on {way}"
+            raise Invalid(f"{self.job} failed{when} with status {status}:", f"\n{start.said()}")
         if not ends:
             raise Invalid(f"{self.job} has left no run: a script to verify makes a samestep.Trainer and calls its fit")
         self.run_folder, self.first = folder, Run.load(folder)
@@ -309,7 +294,7 @@ class Runs:
         row, folder = self._row(f"{first}, {who}killed at step {step}, then {then}", f"kill {number}")
         row.killed_at = step
         with Start(self.job, first, folder, every=1) as start:
-            hit = start.until(lambda: start.steps() >= step) and start.kill(ranks)
+            hit = start.until(lambda: start.steps() >= step) and start.lose(ranks)
             status = start.wait()
         if hit:
             with Start(self.job, then, folder, every=1) as start:
@@ -329,7 +314,7 @@ class Runs:
         """Compare a run that has ended with the first one."""
         try:
             if status:
-                raise Invalid(start.said())
+                raise Invalid("", start.said())
             run = Run.load(start.folder)
         except Invalid as error:
             row.verdict, row.message = "FAILED", str(error)

@@ -19,12 +19,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Annotated, Any, Concatenate, ParamSpec, get_origin, get_type_hints, overload
+from typing import Annotated, Any, Concatenate, ParamSpec, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.checks import at_most, choice, flag, number, show, whole
+from samestep.checks import Count, Flag, Rate, Steps, at_most, checked, number, one_of, show, whole
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.exports import Exports
 from samestep.schedules.powers import power
@@ -35,7 +35,6 @@ LIMIT = 2**63  # t must be below: what an int64 holds
 SIGNS = {"add": ("+", 1), "multiply": ("*", 2), "scale": ("*", 2)}
 
 P = ParamSpec("P")
-Check = Callable[[str, str, Any], Any]  # of one argument, as in checks.py: where, name and value to the value kept
 Need = Callable[[str, dict[str, Any]], None]  # of all together: refuses them, or fills one in
 
 
@@ -49,28 +48,8 @@ def _count_or_none(where: str, name: str, value: Any) -> int | None:
     return None if value is None else whole(where, name, value, 1)
 
 
-def one_of(*choices: str) -> Check:
-    return partial(choice, choices=choices)
-
-
 Part = Annotated["Schedule", must_be_schedule]
-Rate = Annotated[float, number]
-Steps = Annotated[int, whole]  # 0 or more
-Count = Annotated[int, partial(whole, least=1)]
 CountOrNone = Annotated[int | None, _count_or_none]
-Flag = Annotated[bool, flag]
-
-
-@cache
-def checks(function: Callable[..., Any]) -> dict[str, Check]:
-    """How the arguments of a function are checked: the second part of each Annotated[type, check]."""
-    hints = get_type_hints(function, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
-
-
-def checked(where: str, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a function was given, each as its check returns it."""
-    return {name: check(where, name, given[name]) for name, check in checks(function).items()}
 
 
 def ordered(low: str, high: str) -> Need:
@@ -125,7 +104,7 @@ def _declare(needs: tuple[Need, ...], formula: Callable[..., float]) -> Callable
         try:
             bound = signature.bind(*args, **named)
         except TypeError as error:
-            raise TypeError(f"{op}() {error}") from None
+            raise WrongType(f"{op}: {error}") from None
         bound.apply_defaults()
         given = bound.arguments | checked(op, formula, bound.arguments)
         for need in needs:
@@ -172,7 +151,10 @@ class Schedule(Exports):
     def __call__(self, t: Any) -> Any:
         if isinstance(t, (int, np.integer)) and not isinstance(t, bool):
             return self._rate(int(t))
-        array = np.asarray(t) if isinstance(t, (np.ndarray, list, tuple, range)) else None
+        try:
+            array = np.asarray(t) if isinstance(t, (np.ndarray, list, tuple, range)) else None
+        except ValueError:  # lists of several lengths
+            array = None
         if array is None or (array.size and array.dtype.kind not in "iu"):
             raise WrongType(f"{self.op}: t must be a whole number or an array of them, got t={show(t)}")
         return np.array([self._rate(x) for x in array.ravel().tolist()], np.float64).reshape(array.shape)

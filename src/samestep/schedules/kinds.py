@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from numpy.typing import NDArray
 
-from samestep.checks import above_zero, boundaries, number, numbers
+from samestep.checks import AboveZero, Count, Flag, Rate, Share, boundaries, numbers, one_of
 from samestep.errors import Invalid
-from samestep.schedules.algebra import OPS, Count, CountOrNone, Flag, Rate, formula, one_of, ordered
+from samestep.schedules.algebra import OPS, CountOrNone, formula, ordered
 from samestep.schedules.powers import power, product
 
 __all__ = [
@@ -24,15 +24,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _share(where: str, name: str, value: Any) -> float:
-    result = number(where, name, value)
-    if result > 1:
-        raise Invalid(f"{where}: {name} must be at most 1, got {name}={result}")
-    return result
-
-
-AboveZero = Annotated[float, above_zero]
-Share = Annotated[float, _share]
 Per = Annotated[str, one_of("cycle", "step")]
 Anneal = Annotated[str, one_of("cos", "linear")]
 Boundaries = Annotated[Sequence[int] | NDArray[Any], boundaries]
@@ -178,15 +169,9 @@ def triangle(
 
 @formula()
 def one_cycle(
-    t: int,
-    d: int,
-    peak: Rate,
-    T: Count,
-    up: Share = 0.3,
-    div: AboveZero = 25.0,
-    final_div: AboveZero = 1e4,
+    t: int, d: int, peak: Rate, T: Count, up: Share = 0.3, div: AboveZero = 25.0, final_div: AboveZero = 1e4,
     anneal: Anneal = "cos",
-) -> float:
+) -> float:  # fmt: skip
     """Up from peak/div to the peak in the first part `up` of T updates, then down to peak/div/final_div at t = T − 1.
 
     Along half a cosine each way, or a line: anneal="linear".

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from samestep.checks import at_most, finite, show, whole
+from samestep.checks import Rate, Steps, at_most, checked, finite, one_of, show, whole
 from samestep.errors import Invalid, WrongType
-from samestep.schedules.algebra import Rate, Schedule, Steps, checked, one_of
+from samestep.schedules.algebra import Schedule
 from samestep.schedules.kinds import piecewise
 
 VERSION = 1  # of the stored state
@@ -28,17 +28,10 @@ class Plateau:
     """
 
     def __init__(
-        self,
-        lr: Rate,
-        factor: Rate = 0.5,
-        patience: Steps = 10,
-        threshold: Rate = 1e-4,
-        cooldown: Steps = 0,
-        floor: Rate = 0.0,
-        mode: Annotated[str, one_of("min", "max")] = "min",
-        threshold_mode: Annotated[str, one_of("rel", "abs")] = "rel",
-        eps: Rate = 1e-8,
-    ) -> None:
+        self, lr: Rate, factor: Rate = 0.5, patience: Steps = 10, threshold: Rate = 1e-4, cooldown: Steps = 0,
+        floor: Rate = 0.0, mode: Annotated[str, one_of("min", "max")] = "min",
+        threshold_mode: Annotated[str, one_of("rel", "abs")] = "rel", eps: Rate = 1e-8,
+    ) -> None:  # fmt: skip
         self.settings = checked("Plateau", Plateau.__init__, locals())
         at_most("Plateau", "floor", self.settings["floor"], "lr", self.settings["lr"])
         if self.settings["factor"] >= 1:
@@ -107,29 +100,15 @@ class Plateau:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Plateau:
         """The Plateau whose `state()` this is."""
-        if not isinstance(state, dict) or not isinstance(state.get("settings"), dict):
+        like, settings = cls(0.0).state(), state.get("settings") if isinstance(state, dict) else None
+        if not isinstance(settings, dict) or (state.keys(), settings.keys()) != (like.keys(), like["settings"].keys()):
             raise WrongType(f"from_state: state must be what state() gave, got state={show(state)}")
-        try:
-            plateau = cls(**state["settings"])
-        except WrongType:
-            raise
-        except TypeError as error:
-            raise Invalid(f"from_state: settings must be what state() gave: {error}") from None
-        plateau.restore(state)
-        return plateau
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the `state()` of a Plateau with the same settings."""
-        keys = self.state().keys()
-        if not isinstance(state, dict) or state.keys() != keys:
-            allowed = f"what state() gave, with {', '.join(keys)}"
-            raise WrongType(f"restore: state must be {allowed}, got state={show(state)}")
+        plateau = cls(**settings)
         if state["version"] != VERSION:
-            raise Invalid(f"restore: version must be {VERSION}, got version={show(state['version'])}")
-        if state["settings"] != self.settings:
-            raise Invalid(f"restore: settings must be {self.settings}, got settings={state['settings']!r}")
-        t, bad, cooling = (whole("restore", name, state[name]) for name in ("t", "bad", "cooling"))
-        best = None if state["best"] is None else finite("restore", "best", state["best"])
+            raise Invalid(f"from_state: version must be {VERSION}, got version={show(state['version'])}")
         piecewise(state["at"], state["values"])  # refuses what is not one
-        self._t, self._best, self._bad, self._cooling = t, best, bad, cooling
-        self._at, self._values = list(state["at"]), list(state["values"])
+        counts = (whole("from_state", name, state[name]) for name in ("t", "bad", "cooling"))
+        plateau._t, plateau._bad, plateau._cooling = counts
+        plateau._best = None if state["best"] is None else finite("from_state", "best", state["best"])
+        plateau._at, plateau._values = list(state["at"]), list(state["values"])
+        return plateau

@@ -34,18 +34,14 @@ def product(start: float, factor: float, t: int, floor: float = 0.0) -> float:
     """
     firsts = _firsts(start, factor)
     wanted, i = divmod(t, CHUNK)
-    chunk = min(wanted, len(firsts) - 1)
-    first = firsts[chunk]
-    while chunk < wanted:
+    for chunk in range(len(firsts) - 1, wanted):
+        first = firsts[chunk]
         if first * factor == first or (factor < 1 and first < floor):
             return first  # it stays so
         if chunk * CHUNK >= LONGEST:
-            raise Invalid(
-                f"geometric: t must be at most {LONGEST}, for it is computed step by step, got t={t}: use exponential"
-            )
-        firsts[chunk + 1] = first = float(_chunk(first, factor)[-1]) * factor
-        chunk += 1
-    return float(_chunk(first, factor)[i])
+            raise Invalid(f"geometric: t must be at most {LONGEST}, got t={t}: use exponential, which needs no steps")
+        firsts[chunk + 1] = float(_chunk(first, factor)[-1]) * factor
+    return float(_chunk(firsts[wanted], factor)[i])
 
 
 @lru_cache(maxsize=64)

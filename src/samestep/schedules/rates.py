@@ -6,7 +6,7 @@
     cosine(0.3, 20)           a schedule; one in epochs is told how many steps an epoch has
     Plateau(0.1)              follows the test loss (the training loss without test examples); accuracy with mode="max"
     any function of t         t is the number of updates already made
-    a framework's scheduler   its rates are read from a copy; it counts steps
+    a framework's scheduler   its rates are read from a copy; it counts steps. Of PyTorch's, momenta that it moves are followed
 
 Whatever it is, the rate of an update depends on t (and for Plateau on the metrics), never on the number of devices.
 """
@@ -14,20 +14,22 @@ Whatever it is, the rate of an update depends on t (and for Plateau on the metri
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.checks import show
-from samestep.errors import Invalid, WrongType
+from samestep.checks import number
+from samestep.errors import Invalid
 from samestep.schedules.algebra import Schedule
 from samestep.schedules.kinds import constant, table
 from samestep.schedules.plateau import Plateau
 from samestep.schedules.text import parse
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Backend, Shape, Updater
+    from samestep.backends.base import Shape
+    from samestep.backends.updaters import Updater
 
 
 def check_schedule(schedule: Any) -> Any:
@@ -43,17 +45,15 @@ class Rates:
     """The rates of one fit, epoch by epoch, rounded once to the type of the weights."""
 
     def __init__(
-        self, schedule: Any, backend: Backend, updater: Updater, steps_per_epoch: int, max_epochs: int, shape: Shape
+        self, schedule: Any, updaters: Sequence[Updater], steps_per_epoch: int, max_epochs: int, shape: Shape
     ) -> None:
         self.steps, self.dtype = steps_per_epoch, shape.dtype
         self.plateau: Plateau | None = None
-        if schedule is not None and updater.fixed:
-            raise Invalid(
-                "schedule cannot be applied: this optimizer has its rate inside. Pass the function that makes it from a rate "
-                "(optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
-            )
+        if schedule is not None and updaters[0].fixed:
+            how = "Pass the function that makes it (optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
+            raise Invalid(f"schedule cannot be applied: this optimizer has its rate inside. {how}")
         if schedule is None:
-            own = updater.rate()
+            own = updaters[0].rate()
             schedule = constant(0.1 if own is None else own)
         if isinstance(schedule, Plateau):
             self._past = schedule.state()
@@ -66,7 +66,10 @@ class Rates:
         elif callable(schedule) and not (callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")):
             self._rate = schedule
         else:  # a framework's scheduler, which counts by itself: Paddle's and MXNet's can be called, but mean another t
-            self._rate = table(backend.rates(schedule, steps_per_epoch * max_epochs))
+            rates, moved = updaters[0].read(schedule, steps_per_epoch * max_epochs)
+            self._rate = table(rates)
+            for updater in updaters:
+                updater.moved = moved
         self.given = schedule
 
     def epoch(self, epoch: int) -> list[float]:
@@ -108,14 +111,7 @@ class Rates:
 
 def rate(name: str, value: Any) -> float:
     """A rate as a float: finite and not negative. Scalars of any framework will do."""
-    try:
-        if isinstance(value, (bool, np.bool_, str)) or not hasattr(value, "__float__"):
-            raise TypeError
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError):  # an array of several, among others
-        raise WrongType(f"{name} must be a number, got {show(value)}") from None
-    if not (math.isfinite(number) and number >= 0):
-        raise Invalid(f"{name} must be finite and at least 0, got {value}")
-    return number
+    if not isinstance(value, (bool, np.bool_, str)):
+        with suppress(TypeError, ValueError, OverflowError):  # an array of several, among others
+            value = float(value)
+    return number("", name, value)

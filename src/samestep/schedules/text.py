@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from samestep.checks import nearest, show
+from samestep.checks import checks, nearest, show
 from samestep.errors import Invalid, WrongType
-from samestep.schedules.algebra import FORMULAS, METHODS, OPS, VERSION, Schedule, checks, must_be_schedule, parameters
+from samestep.schedules.algebra import FORMULAS, METHODS, OPS, VERSION, Schedule, must_be_schedule, parameters
 from samestep.schedules.kinds import SCHEDULES
 
 LONGEST = 20_000  # characters
@@ -91,15 +91,9 @@ def _known(message: str, name: str, known: dict[str, Callable[..., Schedule]]) -
 
 def _call(make: Callable[..., Schedule], before: list[Any], node: ast.Call, depth: int) -> Schedule:
     positional = before + [_build(argument, depth) for argument in node.args]
-    named: dict[str, Any] = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            _refuse(node)
-        named[keyword.arg] = _build(keyword.value, depth)
-    try:
-        inspect.signature(make).bind(*positional, **named)
-    except TypeError as error:
-        raise Invalid(f"schedule: {make.__name__}: {error}") from None
+    if any(keyword.arg is None for keyword in node.keywords):  # **
+        _refuse(node)
+    named = {str(keyword.arg): _build(keyword.value, depth) for keyword in node.keywords}
     return make(*positional, **named)
 
 
@@ -127,17 +121,14 @@ def from_json(stored: dict[str, Any], depth: int = DEEPEST) -> Schedule:
     if version != VERSION:
         raise Invalid(f"from_json: {op}: version must be {VERSION}, got version={show(version)}")
     known, checked_by = parameters(op), checks(FORMULAS[op])
-    arguments = {}
-    for name, value in stored.items():
-        if name in known:
-            is_part = name == "of" or checked_by[name] is must_be_schedule
-            arguments[known[name].name] = from_json(value, depth - 1) if is_part else value
-        elif name not in ("op", "version"):
-            raise Invalid(f"from_json: {op} has {', '.join(known)}, got {show(name)}")
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in stored:
-            raise Invalid(f"from_json: {op} needs {name}, got {', '.join(map(show, stored))}")
-    return OPS[op](**arguments)
+    given = {name: value for name, value in stored.items() if name not in ("op", "version")}
+    needed = {name for name, parameter in known.items() if parameter.default is parameter.empty}
+    if not needed <= given.keys() <= known.keys():
+        raise Invalid(f"from_json: {op} has {', '.join(known)}, got {', '.join(map(show, given))}")
+    for name, value in given.items():
+        if name == "of" or checked_by[name] is must_be_schedule:
+            given[name] = from_json(value, depth - 1)
+    return OPS[op](**{known[name].name: value for name, value in given.items()})
 
 
 def check_state(where: str, schedule: Schedule, state: dict[str, Any], own: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,6 +86,7 @@ def train(
 
     if lr is not None and schedule is not None:
         raise Invalid("choose one of --lr and --schedule")
+    _check_job(script, context.args, model=model, backend=backend, momentum=momentum)
     settings: dict[str, Any] = {
         "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs,
         "schedule": schedule if lr is None else lr,
@@ -102,12 +104,7 @@ def train(
     if run_dir == "none":
         given["run_dir"] = None
     if script is not None:
-        for name, value in (("--model", model), ("--backend", backend), ("--momentum", momentum)):
-            if value is not None:
-                raise Invalid(f"{name} goes with the built-in job; {script} has a model and an optimizer of its own")
         return _run_script(script, context.args, given)
-    if context.args:
-        raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
     name = model or "lenet"
     if name not in NAMES:
         raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
@@ -115,7 +112,7 @@ def train(
 
 
 def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) -> None:
-    from samestep.data.fashion import fashion_mnist
+    from samestep.d2l.fashion import fashion_mnist
     from samestep.devices import resolve
     from samestep.training.trainer import Trainer
 
@@ -132,18 +129,26 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
     if run.rank:
         return  # the first process speaks for all
     last, seconds = run.history[-1], [row["seconds"] for row in run.history]
-    out.print(
-        f"test accuracy {last['test_accuracy']:.4f}, {sum(seconds) / len(seconds):.2f} s/epoch, "
-        f"on {', '.join(run.devices)}\nfingerprint {run.fingerprint}"
-        + (f"\nrun folder {run.folder}" if run.folder else "")
-    )
+    speed = f"{sum(seconds) / len(seconds):.2f} s/epoch, on {', '.join(run.devices)}"
+    out.print(f"test accuracy {last['test_accuracy']:.4f}, {speed}\nfingerprint {run.fingerprint}")
+    if run.folder:
+        out.print(f"run folder {run.folder}")
+
+
+def _check_job(script: Path | None, arguments: list[str], **of_built_in: Any) -> None:
+    """Refuse a script that is not there, and what does not go with a script or with the built-in job."""
+    for name, value in of_built_in.items():
+        if script is not None and value is not None:
+            raise Invalid(f"--{name} goes with the built-in job; {script} has a model and an optimizer of its own")
+    if script is not None and not os.path.isfile(script):
+        raise Invalid(f"{script} is not a file")
+    if script is None and arguments:
+        raise Invalid(f"unexpected arguments: {' '.join(arguments)}")
 
 
 def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
     from samestep.processes.place import OVERRIDES
 
-    if not script.is_file():
-        raise Invalid(f"{script} is not a file")
     os.environ[OVERRIDES] = json.dumps(given)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
@@ -170,18 +175,13 @@ def verify(
 
     If there is a difference, the first one is shown and the exit status is 1.
     """
-    from contextlib import nullcontext
-
     from rich.live import Live
 
     from samestep.runs import verify as module
 
     if portable:
         switch.set_up()  # in all processes that are started
-    if script is None and context.args:
-        raise Invalid(f"unexpected arguments: {' '.join(context.args)}")
-    if script is not None and backend is not None:
-        raise Invalid(f"--backend goes with the built-in job; {script} has a model of its own")
+    _check_job(script, context.args, backend=backend)
     if backend is not None:
         find.check(backend)
     job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
@@ -253,16 +253,15 @@ def _ask(framework: str) -> str:
     """Ask a framework for its devices, in a process of its own: some cannot be loaded together."""
     code = f"from samestep.backends.find import load; print(*load({framework!r}).devices(), sep=', ')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = done.stderr if done.returncode else done.stdout  # a framework may print lines of its own before
-    lines = said.strip().splitlines()
-    last = lines[-1] if lines else f"status {done.returncode}"
+    said = done.stderr or f"status {done.returncode}" if done.returncode else done.stdout
+    last = said.strip().splitlines()[-1]  # a framework may print lines of its own before
     return f"cannot be loaded: {last}" if done.returncode else last
 
 
 @app.command()
 def data() -> None:
     """Where each file of Fashion-MNIST is, and whether its hash holds. Nothing is downloaded."""
-    from samestep.data import fashion
+    from samestep.d2l import fashion
 
     files = fashion.status()
     for file in files:  # not a table, which would cut or fold the paths
@@ -291,8 +290,9 @@ def schedule(
         raise Invalid("choose one of --json and --csv")
     if steps is not None and epochs is not None:
         raise Invalid("choose one of --steps and --epochs")
-    for path, kind in ((png, "png"), (svg, "svg")):
-        if path is not None and path.suffix.lower() != f".{kind}":
+    figures = {kind: path for kind, path in (("png", png), ("svg", svg)) if path is not None}
+    for kind, path in figures.items():
+        if path.suffix.lower() != f".{kind}":
             raise Invalid(f"--{kind} needs a file that ends in .{kind}, got {path}")
     parsed = [parse(text) for text in expressions]
     units = {one.unit for one in parsed}
@@ -305,9 +305,8 @@ def schedule(
     else:
         count = 100 if steps is None else whole("", "--steps", steps, 1)
     curves = {repr(one): one.bind(per_epoch or 1).values(count + 1) for one in parsed}
-    for path in (png, svg):
-        if path is not None:
-            plot.figure(curves, unit, path)
+    for path in figures.values():
+        plot.figure(curves, unit, path)
     if as_json:
         rows = [{"schedule": one.to_json(), "text": text, "values": curves[text].tolist()}
                 for one in parsed for text in [repr(one)]]  # fmt: skip
@@ -316,7 +315,7 @@ def schedule(
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(["t", *curves])
         writer.writerows([t, *map(float, row)] for t, row in enumerate(zip(*curves.values(), strict=True)))
-    elif png is None and svg is None:
+    elif not figures:
         out.print(plot.terminal(curves, unit, width=min(out.width, 110)), end="")
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from samestep.errors import BackendMissing, Invalid
+from samestep.backends import find
+from samestep.errors import Invalid
 
 Curves = dict[str, NDArray[np.float64]]  # label → values at 0, 1, 2, ...
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")
@@ -20,7 +21,9 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 def terminal(curves: Curves, unit: str, width: int = 80, height: int = 16) -> Text:
     """The curves as text, `width` characters wide: a frame with the range of values, and a legend below."""
-    top, bottom = _range(curves)
+    top, bottom = max(float(v.max()) for v in curves.values()), min(float(v.min()) for v in curves.values())
+    if top == bottom:  # a line in the middle
+        top, bottom = top + (abs(top) or 1.0) / 2, bottom - (abs(top) or 1.0) / 2
     names = [f"{value:.4g}" for value in (top, (top + bottom) / 2, bottom)]
     margin = max(map(len, names)) + 1
     columns = max(10, width - margin - 1)
@@ -47,11 +50,6 @@ def terminal(curves: Curves, unit: str, width: int = 80, height: int = 16) -> Te
     return text
 
 
-def _range(curves: Curves) -> tuple[float, float]:
-    top, bottom = max(float(v.max()) for v in curves.values()), min(float(v.min()) for v in curves.values())
-    return (top, bottom) if top > bottom else (top + (abs(top) or 1.0) / 2, bottom - (abs(top) or 1.0) / 2)
-
-
 def _dots(values: NDArray[np.float64], top: float, bottom: float, rows: int, columns: int) -> Sequence[tuple[int, int]]:
     """The dots of one curve: for each column, all rows between the lowest and the highest value that fall into it."""
     fine = columns * max(1, -(-len(values) // columns))  # a whole number of points for each column
@@ -63,24 +61,17 @@ def _dots(values: NDArray[np.float64], top: float, bottom: float, rows: int, col
     return [(row, column) for column in range(columns) for row in range(low[column], high[column] + 1)]
 
 
-def figure(curves: Curves, unit: str, path: Path, ylabel: str = "learning rate") -> None:
+def figure(curves: Curves, unit: str, path: Path) -> None:
     """Draw the curves into a PNG or SVG file, as its name says."""
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in ("png", "svg"):
-        raise Invalid(f"a figure is a .png or .svg file, got {path}")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise BackendMissing("'matplotlib' is not installed; pip install 'samestep[plot]'") from error
-    drawing = Figure(figsize=(7, 4), layout="constrained")
+    drawing = find.imported("matplotlib.figure", "plot").Figure(figsize=(7, 4), layout="constrained")
     axes: Any = drawing.subplots()
     for label, values in curves.items():
         axes.plot(np.arange(len(values)), values, label=label, linewidth=1.8)
-    axes.set(xlabel=unit, ylabel=ylabel)
+    axes.set(xlabel=unit, ylabel="learning rate")
     axes.set_ylim(bottom=min(0.0, *(float(values.min()) for values in curves.values())))
     axes.grid(alpha=0.3)
     drawing.legend(loc="outside upper left", fontsize=8)  # never over a curve
     try:
-        drawing.savefig(path, format=kind, dpi=150)
+        drawing.savefig(path, dpi=150)
     except OSError as error:
         raise Invalid(f"{path} cannot be written to: {error.strerror or error}") from error

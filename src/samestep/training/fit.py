@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import sys
@@ -16,19 +17,20 @@ from samestep.backends.base import Backend
 from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed
 from samestep.devices import Device
-from samestep.errors import NotFinite, ReplicasDiffer
+from samestep.errors import Invalid, NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
 from samestep.processes.world import World
 from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
 from samestep.runs.folder import RunFolder
-from samestep.runs.log import Event, chain, events
+from samestep.runs.log import Event, events
 from samestep.runs.run import Run
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
+from samestep.signals import Signals, heard
 from samestep.training.group import Group, probe
 from samestep.training.progress import show
 from samestep.training.recipe import recipe
-from samestep.training.signals import Signals
+from samestep.training.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
     from samestep.training.trainer import Trainer
@@ -49,12 +51,16 @@ class Fit:
         self.group = Group(settings, backend, model, devices, world)
         self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
-        updater = self.group.updaters[0]
-        self.rates = Rates(settings.schedule, backend, updater, steps, settings.max_epochs, self.shape)
+        for pattern in settings.state:
+            if not fnmatch.filter(first.names.keys() - set(first.layouts[0].names), pattern):
+                raise Invalid(
+                    f"state: nothing that is not trained is called {pattern!r}: see Run.weights() for the names"
+                )
+        self.rates = Rates(settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs)
         labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked
-        self.feed = Feed(backend, data.train, devices, labels)
-        self.test = Feed(backend, data.test, devices, labels) if data.test else None
+        self.feed = Feed(backend, data.train, devices, labels, settings.workers)
+        self.test = Feed(backend, data.test, devices, labels, settings.workers) if data.test else None
         about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
@@ -63,6 +69,7 @@ class Fit:
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
+        self.rehearsal = Rehearsal(self)
         self.folder: RunFolder | None = None
         self.start: Event = {
             "event": "start", "time": time.time(), "devices": self.result.devices, "processes": world.size,
@@ -80,11 +87,12 @@ class Fit:
                     settings.run_dir, self.result.recipe, settings.resume, settings.keep_checkpoints, self.last, settings.accept
                 )  # fmt: skip
             self.listeners = [listener for listener in (self.folder, display) if listener]
-            with Signals(settings.run_dir is not None) as self.signals:
+            with Signals(settings.run_dir is not None) as self.signals, heard():
                 self.begin()
                 for epoch in range(self.step // len(self.batches), settings.max_epochs):
                     self.epoch(epoch)
-            self.end()
+            with heard():
+                self.end()
             failed = False
             if self.signals.number:  # after the last vote: the run is complete, but the signal still counts
                 self.signals.end()
@@ -127,11 +135,7 @@ class Fit:
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
         for row in self.result.history:
             self.rates.observe(row)
-        for event in log:
-            if event["event"] == "steps" and event["epoch"] > len(self.result.history):
-                losses = np.array(event["loss"], np.float64)
-                hits = np.zeros_like(losses) if event["hits"] is None else np.array(event["hits"], np.float64)
-                self.table.append(np.stack([losses, hits], 1))
+        self.table += [found.tensors["log:numbers"]] if "log:numbers" in found.tensors else []
 
     def save(self) -> None:
         """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
@@ -139,12 +143,15 @@ class Fit:
             return
         row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
         about = {
-            "step": self.step, "time": time.time(), "recipe": self.result.recipe, "chain": chain(self.result.fingerprints),
+            "step": self.step, "time": time.time(), "recipe": self.result.recipe, "history": list(self.result.history),
             "average": self.averager.total if self.settings.average else None,
             "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
         }  # fmt: skip
         first = self.group.replicas[0]
         groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
+        groups["log"] = {"fingerprints": np.frombuffer(bytes.fromhex("".join(self.result.fingerprints)), ">u8")}
+        if self.table:
+            groups["log"]["numbers"] = np.concatenate(self.table)
         if self.averager.vectors:
             groups["average"] = first.tensors(self.averager.vectors)
         tensors = {f"{kind}:{name}": tensor for kind, named in groups.items() for name, tensor in named.items()}
@@ -163,7 +170,8 @@ class Fit:
             self.folder.weights(tensors)
             self.result.folder = self.folder.path
         self.average()
-        self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint})
+        average = fingerprint.of_weights(self.result.average) if self.result.average else None
+        self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint, "average": average})
         self.world.collect(b"")  # all end together, when rank 0 has written everything
 
     def emit(self, event: Event) -> None:
@@ -184,7 +192,9 @@ class Fit:
         for i, spans in enumerate(self.batches[start:], start):
             vote = self.world.vote(self.signals.number > 0)
             self.averager.before(rates[i])
-            numbers = self.group.step(Batch(pass_, spans, next(keys)), rates[i], self.step)
+            batch = Batch(pass_, spans, next(keys))
+            self.rehearsal(self.step, batch)
+            numbers = self.group.step(batch, rates[i], self.step)
             self.step += 1
             self.averager.after(self.step)
             pending.append((numbers, self.group.replicas[0].fingerprint()))
@@ -198,10 +208,9 @@ class Fit:
                 if stop:
                     self.stop()
         if len(set(self.group.fingerprints())) > 1:  # waits for every device
-            raise ReplicasDiffer(
-                f"after step {self.step} the replicas on {', '.join(self.result.devices)} are no longer equal: something "
-                "outside samestep wrote to one of them, or a device computes wrongly"
-            )
+            what = f"after step {self.step} the replicas on {', '.join(self.result.devices)} are no longer equal"
+            why = "something outside samestep wrote to one of them, or a device computes wrongly"
+            raise ReplicasDiffer(f"{what}: {why}")
         table, self.table, n = np.concatenate(self.table), [], len(self.data.train)
         row: dict[str, Any] = {
             "epoch": epoch + 1, "step": self.step, "lr": rates[-1],
@@ -212,10 +221,8 @@ class Fit:
         if self.test:
             row["test_loss"], row["test_accuracy"] = self.group.evaluate(self.test, self.shape.classes)
             if not math.isfinite(row["test_loss"]):
-                raise NotFinite(
-                    f"the test loss is {row['test_loss']} after step {row['step']}: lower the rate, clip the gradient, "
-                    "or look at the test examples"
-                )
+                what = f"the test loss is {row['test_loss']} after step {row['step']}"
+                raise NotFinite(f"{what}: lower the rate, clip the gradient, or look at the test examples")
         self.rates.observe(row)
         self.result.history.append(row)
         self.emit({"event": "epoch", **row})
@@ -228,10 +235,8 @@ class Fit:
         """End because a signal asked for it, once the checkpoint has been written."""
         if self.folder:
             self.folder.writer.flush()
-            print(
-                f"stopped after step {self.step}; fit with run_dir={str(self.folder.path)!r} goes on from there",
-                file=sys.stderr,
-            )
+            how = f"fit with run_dir={str(self.folder.path)!r} goes on from there"
+            print(f"stopped after step {self.step}; {how}", file=sys.stderr)
         self.world.collect(b"")
         self.signals.end()
 
@@ -243,10 +248,9 @@ class Fit:
         first = epoch * len(self.batches) + start
         if not np.isfinite(table).all():
             step, _, shard = np.argwhere(~np.isfinite(table))[0]
-            raise NotFinite(
-                f"the loss is {table[step, 0, shard]} at step {first + step}, shard {shard}, with learning rate "
-                f"{rates[start + step]:g}: lower the rate, clip the gradient, or look at that shard's examples"
-            )
+            where = f"at step {first + step}, shard {shard}, with learning rate {rates[start + step]:g}"
+            advice = "lower the rate, clip the gradient, or look at that shard's examples"
+            raise NotFinite(f"the loss is {table[step, 0, shard]} {where}: {advice}")
         hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
         batches = self.batches[start : start + len(pending)]

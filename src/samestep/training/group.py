@@ -26,10 +26,12 @@ from samestep.processes.exchange import Across
 from samestep.processes.world import World
 from samestep.runs.checkpoint import pack, unpack
 from samestep.shards import Span, cut, cut_pass, parts, tree_sum
+from samestep.signals import heard
 from samestep.training.step import Step, StepAcross
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Backend, Replica, Shape, Updater, Vector
+    from samestep.backends.base import Backend, Replica, Shape, Vector
+    from samestep.backends.updaters import Updater
     from samestep.data.examples import Arrays, Source
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 def probe(backend: Backend, model: Any, loss: Any, examples: Arrays | Source) -> Shape:
     """What the model does with the first example."""
     x, y = examples.read(np.arange(1))
-    return backend.probe(model, loss, x, y, f"{examples.name} x")
+    with heard(False):  # but not while the model itself computes
+        return backend.probe(model, loss, x, y, f"{examples.name} x")
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,10 @@ class Group:
         self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of each process
         self.size = self.processes[-1][1]
         if self.size > shards:
-            raise Invalid(
-                f"{world.size} processes with {self.size} devices in all need at least {self.size} shards, got "
-                f"shards={shards}: raise shards or use fewer"
-            )
+            need = f"{world.size} processes with {self.size} devices in all need at least {self.size} shards"
+            raise Invalid(f"{need}, got shards={shards}: raise shards or use fewer")
         self._kind_of_step = Step if world.size == 1 else StepAcross
         self._numbers = backend.compiled(Last(2 * shards))
-        self._plans: dict[int, Plan] = {}
 
     @cached_property
     def across(self) -> Across:
@@ -89,7 +89,7 @@ class Group:
     @cached_property
     def sender(self) -> ThreadPoolExecutor:
         """The thread that exchanges sums with other processes while shards are computed."""
-        return ThreadPoolExecutor(1, "samestep-exchange")
+        return ThreadPoolExecutor(1, "samestep-exchange", initializer=self.backend.workers.prepare)
 
     @cached_property
     def updaters(self) -> list[Updater]:
@@ -100,11 +100,9 @@ class Group:
         return [self.backend.updater(optimizer, replica, clip) for replica in self.replicas]
 
     def plan(self, n: int) -> Plan:
-        if n not in self._plans:
-            share = cut(n, self.size)
-            mine = [range(lo, hi) for lo, hi in share[slice(*self.processes[self.world.rank])]]
-            self._plans[n] = Plan(mine, [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in self.processes])
-        return self._plans[n]
+        share = cut(n, self.size)
+        mine = [range(lo, hi) for lo, hi in share[slice(*self.processes[self.world.rank])]]
+        return Plan(mine, [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in self.processes])
 
     def spans_here(self, batches: Sequence[Sequence[Span]]) -> list[Span]:
         """The shards that this process computes in these batches, in the order in which it asks for their examples."""

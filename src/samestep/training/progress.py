@@ -38,43 +38,31 @@ class Display:
     def _start(self, event: Event) -> None:
         self.epochs, devices = event["epochs"], event["devices"]
         names = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
-        self.console.print(
-            f"{event['model']} ({event['parameters']:,} weights) on {names}: {event['steps_per_epoch']} steps an epoch "
-            f"over {event['examples']:,} examples, {event['shards']} shards a step"
-        )
+        steps = f"{event['steps_per_epoch']} steps an epoch over {event['examples']:,} examples"
+        model = f"{event['model']} ({event['parameters']:,} weights)"
+        self.console.print(f"{model} on {names}: {steps}, {event['shards']} shards a step")
         if self.console.is_terminal:
-            self.bar = Progress(
-                TextColumn("epoch {task.fields[epoch]:>3}/{task.fields[epochs]}"),
-                BarColumn(bar_width=24),
-                TextColumn("loss {task.fields[loss]}  accuracy {task.fields[accuracy]}  rate {task.fields[lr]}"),
-                TextColumn("{task.fields[speed]} examples/s"),
-                TimeRemainingColumn(compact=True),
-                console=self.console,
-                transient=True,
-            )
-            fields = {"epoch": 1, "epochs": self.epochs, "loss": "-", "accuracy": "-", "lr": "-", "speed": "-"}
-            self.task = self.bar.add_task("fit", total=self.epochs * event["steps_per_epoch"], **fields)
+            epoch, numbers = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
+            columns = epoch, BarColumn(bar_width=24), numbers, TimeRemainingColumn(compact=True)
+            self.bar = Progress(*columns, console=self.console, transient=True)
+            total = self.epochs * event["steps_per_epoch"]
+            self.task = self.bar.add_task(f"epoch   1/{self.epochs}", total=total, numbers="-")
             self.bar.start()
         self._since = time.perf_counter()
+        if event["event"] == "resume":
+            self.console.print(f"going on after step {event['step']}")
 
-    def _resume(self, event: Event) -> None:
-        self._start(event)
-        self.console.print(f"going on after step {event['step']}")
+    _resume = _start
 
     def _steps(self, event: Event) -> None:
         now, count = time.perf_counter(), sum(event["examples"])
         if self.bar:
             loss = sum(map(sum, event["loss"])) / count
             accuracy = None if event["hits"] is None else sum(map(sum, event["hits"])) / count
-            self.bar.update(
-                self.task,
-                completed=event["first"] + len(event["lr"]),
-                epoch=event["epoch"],
-                loss=f"{loss:.4f}",
-                accuracy=percent(accuracy),
-                lr=f"{event['lr'][-1]:.4g}",
-                speed=f"{count / (now - self._since):,.0f}",
-            )
+            speed = f"rate {event['lr'][-1]:.4g} {count / (now - self._since):,.0f} examples/s"
+            numbers = f"loss {loss:.4f}  accuracy {percent(accuracy)}  {speed}"
+            epoch, done = f"epoch {event['epoch']:>3}/{self.epochs}", event["first"] + len(event["lr"])
+            self.bar.update(self.task, description=epoch, completed=done, numbers=numbers)
         self._since = now
 
     def _epoch(self, event: Event) -> None:
@@ -83,6 +71,3 @@ class Display:
             line += f"  test {event['test_loss']:.4f} {percent(event['test_accuracy'])}"
         self.console.print(f"{line}  rate {event['lr']:.4g}  {event['seconds']:.2f} s")
         self._since = time.perf_counter()  # the time of the evaluation is not counted as training
-
-    def _end(self, event: Event) -> None:
-        self.close()

@@ -44,11 +44,9 @@ def _own(fit: Fit, model: Any) -> dict[str, Any]:
     settings, backend, data, first = fit.settings, fit.backend, fit.data, fit.group.replicas[0]
     train, test = data.train.identity(), data.test.identity() if data.test else None
     tensors, (code, unchecked) = first.tensors(), _content(fit, model)
-    unchecked += [
-        f"{name}, which gives other examples each time"
-        for name, about in (("train", train), ("test", test))
-        if about and about.get("sample", "") is None
-    ]
+    given = {"train": train, "test": test}.items()
+    vary = [name for name, about in given if about and about.get("sample", "") is None]
+    unchecked += [f"{name}, which gives other examples each time" for name in vary]
     numerics = {"python": ".".join(platform.python_version_tuple()[:2]), "numpy": np.__version__,
                 "libc": " ".join(platform.libc_ver())}  # fmt: skip
     return {
@@ -58,6 +56,7 @@ def _own(fit: Fit, model: Any) -> dict[str, Any]:
         "initial": fingerprint.of_weights(tensors), "precision": fit.shape.dtype,
         "train": train, "test": test,
         **{name: getattr(settings, name) for name in SETTINGS},
+        **({} if settings.rehearse else {"rehearse": False}), **({"state": list(settings.state)} if settings.state else {}),
         "average": repr(settings.average), "loss": _name(settings.loss),
         "optimizer": repr(fit.group.updaters[0]), "schedule": repr(fit.rates),
         "numerics": numerics | backend.numerics(fit.devices, bool(settings.portable)),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
 from samestep import draws, portable
 from samestep.backends.base import Backend
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
-from samestep.checks import whole
+from samestep.checks import MOST, flag, show, texts, whole
 from samestep.data.examples import Arrays, Data
 from samestep.data.feed import Feed
+from samestep.data.readers import NAME, UNGUARDED
 from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
@@ -25,6 +28,7 @@ from samestep.runs.checkpoint import parse
 from samestep.runs.recipe import ACCEPT
 from samestep.runs.run import Run
 from samestep.schedules.rates import check_schedule, rate
+from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
 from samestep.training.group import Group, probe
 
@@ -48,12 +52,16 @@ class Trainer:
     checkpoint_every   a number of steps, or a text such as "1 epoch" or "30 s"; None writes no checkpoints
     keep_checkpoints   how many of the last ones are kept, beside the best one (lowest test loss at the end of an epoch)
     resume             "auto": resume if run_dir holds a checkpoint of this recipe; False: never; or a path to resume from
+    workers            processes that read a source ahead, each with a copy of it (docs/data.md); 0: a thread reads it
     progress           show progress; None: if standard error is a terminal
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, or their mean; None: softmax cross-entropy
     sampling           "without_replacement", or "with_replacement"
     capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
+    rehearse           compute the first batch twice before the first update, and stop if its bits differ
+    check_every        a number of steps or epochs: this often, one shard is computed twice, and its bits compared; None: never
+    state              names of frozen parameters that the forward pass writes, such as "encoder_k.*": they become state
     timeout            with several processes, how many seconds one may take to answer before it is given up
     portable           True: the same bits on every x86-64 CPU with AVX2 (docs/numerics.md); None: if SAMESTEP_PORTABLE=1
     accept             what may have changed when a run is resumed: "numerics", "code", "data", or several; it is written
@@ -75,19 +83,26 @@ class Trainer:
     checkpoint_every: int | str | None = "1 epoch"
     keep_checkpoints: int = 3
     resume: str | os.PathLike[str] | bool = "auto"
+    workers: int = 0
     progress: bool | None = None
     threads_per_shard: int = 1
     loss: Callable[[Any, Any], Any] | None = None
     sampling: str = "without_replacement"
     capture: bool = True
     deterministic: bool = True
+    rehearse: bool = True
+    check_every: int | str | None = "1 epoch"
+    state: str | Sequence[str] = ()
     timeout: float = 300.0
     portable: bool | None = None
     accept: str | Sequence[str] = ()
     num_gpus: int | None = None
 
     def __post_init__(self) -> None:
-        overrides = json.loads(os.environ.get(place.OVERRIDES, "{}"))
+        try:
+            overrides = {**json.loads(text := os.environ.get(place.OVERRIDES, "{}"))}
+        except (ValueError, TypeError, RecursionError):
+            raise Invalid(f"{place.OVERRIDES} must be a JSON object of settings, got {show(text)}: unset it") from None
         for name, value in overrides.items():
             if name not in {f.name for f in fields(self)}:
                 raise Invalid(f"{place.OVERRIDES}: Trainer has no {name!r}")
@@ -98,25 +113,30 @@ class Trainer:
             self.num_gpus = whole("", "num_gpus", self.num_gpus)
             self.devices = self.num_gpus or "cpu"
         for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
-            setattr(self, name, whole("", name, getattr(self, name), 1))
-        self.seed = whole("", "seed", self.seed, most=2**64 - 1)
+            setattr(self, name, whole("", name, getattr(self, name), 1, 2**20 if name == "shards" else MOST))
+        for name in ("progress", "capture", "deterministic", "portable", "rehearse"):
+            if getattr(self, name) is not None or name not in ("progress", "portable"):
+                setattr(self, name, flag("", name, getattr(self, name)))
+        self.workers, self.seed = whole("", "workers", self.workers), whole("", "seed", self.seed, most=2**64 - 1)
         uncalled = any(self.optimizer is made for made in (sgd, adam, adamw, adagrad, sgld))  # without its ()
         theirs = frameworks_of(self.optimizer) or callable(self.optimizer)
         if not isinstance(self.optimizer, Optimizer) and (uncalled or not theirs):
             raise WrongType(
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
-                f"makes one from parameters, got {self.optimizer!r}"
+                f"makes one from parameters, got {show(self.optimizer)}"
             )
         self.schedule = check_schedule(self.schedule)
         if not isinstance(self.average, (Average, type(None))):
-            raise WrongType(f"average must be samestep.swa(...) or samestep.path_average(), got {self.average!r}")
+            raise WrongType(f"average must be samestep.swa(...) or samestep.path_average(), got {show(self.average)}")
         self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
-        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
-            raise WrongType(f"run_dir must be a path or None, got run_dir={self.run_dir!r}")
-        if self.checkpoint_every is not None:
-            parse(self.checkpoint_every)
+        if not isinstance(self.run_dir, (str, os.PathLike, type(None))) or "\0" in str(self.run_dir):
+            raise WrongType(f"run_dir must be a path or None, got run_dir={show(self.run_dir)}")
+        for name in ("checkpoint_every", "check_every"):
+            every = getattr(self, name)
+            if every is not None and parse(every, name)[1] == "seconds" and name == "check_every":
+                raise Invalid(f"check_every must be a number of steps or epochs, got {show(every)}")
         if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
-            raise WrongType(f"resume must be 'auto', False or a path, got resume={self.resume!r}")
+            raise WrongType(f"resume must be 'auto', False or a path, got resume={show(self.resume)}")
         if self.resume not in ("auto", False) and not os.path.exists(self.resume):
             raise Invalid(f"resume: {self.resume} is not there")
         if self.resume not in ("auto", False) and self.run_dir is None:
@@ -124,35 +144,39 @@ class Trainer:
         self.timeout = rate("timeout", self.timeout)
         if not self.timeout:
             raise Invalid("timeout must be above 0, got timeout=0")
-        if self.portable not in (None, False, True):
-            raise WrongType(f"portable must be True, False or None, got portable={self.portable!r}")
-        self.portable = portable.wanted() if self.portable is None else bool(self.portable)
+        self.portable = portable.wanted() if self.portable is None else self.portable
         if self.portable:
             portable.set_up()
-        self.accept = tuple(self.accept.split(",") if isinstance(self.accept, str) else self.accept)
-        if unknown := [name for name in self.accept if name not in ACCEPT]:
-            raise Invalid(f"accept takes {', '.join(ACCEPT)}, got {unknown[0]!r}")
+        self.accept, self.state = texts("", "accept", self.accept), texts("", "state", self.state)
+        if not set(self.accept) <= ACCEPT.keys():
+            raise Invalid(f"accept takes {', '.join(ACCEPT)}, got {show(self.accept)}")
         if self.loss is not None and not callable(self.loss):
-            raise WrongType(f"loss must be a function of (output, y), got {self.loss!r}")
-        if self.sampling not in draws.SAMPLINGS:
-            raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={self.sampling!r}")
+            raise WrongType(f"loss must be a function of (output, y), got {show(self.loss)}")
+        if not isinstance(self.sampling, str) or self.sampling not in draws.SAMPLINGS:
+            raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={show(self.sampling)}")
 
     def fit(self, model: Any, data: Any) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was."""
         backend, data = matching(model, data, optimizer=self.optimizer, schedule=self.schedule, loss=self.loss)
         with self._session(backend) as (devices, world):
-            return Fit(self, backend, model, data, devices, world).run()
+            with heard():
+                fit = Fit(self, backend, model, data, devices, world)
+            return fit.run()
 
     @contextmanager
     def _session(self, backend: Backend) -> Iterator[tuple[list[Device], World]]:
         """The devices of this process, and the other processes; an error in one of them ends all."""
+        if multiprocessing.current_process().name == NAME:  # a script without `if __name__ == "__main__":`
+            sys.exit(UNGUARDED)
         here = place.find()
         devices = resolve(self.devices, self.shards, backend, here)
+        backend.state = self.state
         backend.portable = bool(self.portable) and devices[0].kind == "cpu"
         if backend.portable:
             backend.require_portable()
-        with backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
-            world = backend.world(here, self.timeout, devices)
+        with Guard(), backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
+            with heard():
+                world = backend.world(here, self.timeout, devices)
             try:
                 yield devices, world
             except BaseException as error:
@@ -162,17 +186,15 @@ class Trainer:
     def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
         backend, data = matching(model, data, loss=self.loss)
-        with self._session(backend) as (devices, world):
+        with self._session(backend) as (devices, world), ExitStack() as last, heard():
             examples = data.test or data.train
             shape = probe(backend, model, self.loss, examples)
             group = Group(self, backend, model, devices, world)
+            last.callback(group.close)
             group.follow()
-            feed = Feed(backend, examples, devices, shape.classes if self.loss is None else None)
-            try:
-                loss, accuracy = group.evaluate(feed, shape.classes)
-            finally:
-                feed.close()
-                group.close()
+            feed = Feed(backend, examples, devices, shape.classes if self.loss is None else None, self.workers)
+            last.callback(feed.close)
+            loss, accuracy = group.evaluate(feed, shape.classes)
         return {"loss": loss, "accuracy": accuracy, "examples": len(examples)}
 
     def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:

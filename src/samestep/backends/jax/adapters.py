@@ -91,18 +91,16 @@ class NnxAdapter(Adapter):
         leaves, structure = jax.tree.flatten(self.streams)
         fresh = []
         for i, leaf in enumerate(leaves):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                own = jax.random.fold_in(key, i)
-                fresh.append(jax.random.split(own, leaf.shape) if leaf.shape else own)
-            else:
-                fresh.append(jnp.zeros(leaf.shape, leaf.dtype))  # how many were drawn
-        module = nnx.merge(self.graph, params, jax.tree.unflatten(structure, fresh), state)
+            own, counts = jax.random.fold_in(key, i), not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            # A leaf that is no key counts what was drawn.
+            fresh.append(jnp.zeros_like(leaf) if counts else jax.random.split(own, leaf.shape) if leaf.shape else own)
+        module = nnx.merge(self.graph, params, jax.tree.unflatten(structure, fresh), state, copy=True)
         module.train() if train else module.eval()
         output = module(x)
         return output, nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
 
     def model(self, params: Any, state: Any) -> nnx.Module:
-        return nnx.merge(self.graph, params, self.streams, state)
+        return nnx.merge(self.graph, params, self.streams, state, copy=True)
 
 
 def adapt(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Adapter, Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,7 @@ from samestep.backends.jax.content import content
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.layout import Numbers
-from samestep.backends.losses import Shape, check_examples, check_weights
+from samestep.backends.losses import Shape, check_examples, check_weights, not_trained
 from samestep.backends.pair import Pair
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
@@ -32,6 +31,7 @@ from samestep.processes.place import Place
 from samestep.processes.world import World
 
 rows = jax.jit(lambda array, index: jnp.take(array, index, axis=0, mode="clip"))
+clipped = jax.jit(lambda vector, limit: vector * (limit / jnp.maximum(jnp.sqrt((vector * vector).sum()), limit)))
 
 
 class JaxBackend(Backend):
@@ -139,6 +139,7 @@ class JaxBackend(Backend):
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
+        numerics.check_contexts()
         same = functools.partial(numerics.take_over, dict(jax.config.values))  # as in this thread
         with self.workers.at_work(devices, threads, same):
             if numerics.settings() != self._settings:
@@ -178,6 +179,8 @@ class JaxBackend(Backend):
         return self.check_output(output, y, loss, dtype)
 
     def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
+        if isinstance(loss, nnx.Module) and jax.tree.leaves(nnx.state(loss, nnx.Param)):
+            raise not_trained(f"of {type(loss).__name__}")
         with self.explained():
             adapted = adapt(model, self._made)
             return JaxReplica(self, adapted, loss, device, shards, self._users_native(device))
@@ -209,15 +212,6 @@ class JaxBackend(Backend):
     def zero(self, like: Any) -> Any:
         return jnp.zeros(())
 
-    # Errors
-
-    def explain(self, error: Exception) -> Exception | None:
-        text = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError) and ("RESOURCE_EXHAUSTED" in text or "Out of memory" in text):
-            asked = re.search(r"allocat\w+ ([\d.]+ ?\w+)", text)
-            return self.out_of_memory("the device", asked[1] if asked else None)
-        return None
-
 
 def checked(array: Any) -> Any:
     """Without jax_enable_x64 JAX makes 32 bits of 64; whole numbers that do not fit would come out as others."""
@@ -227,12 +221,6 @@ def checked(array: Any) -> Any:
         if array.size and not (small.min <= array.min() and array.max() <= small.max):
             raise Invalid("whole numbers beyond 32 bits need jax.config.update('jax_enable_x64', True)")
     return array
-
-
-@jax.jit
-def clipped(vector: Any, limit: Any) -> Any:
-    norm = jnp.sqrt((vector * vector).sum())
-    return vector * (limit / jnp.maximum(norm, limit))
 
 
 backend: Backend = JaxBackend()

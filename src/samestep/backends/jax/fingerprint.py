@@ -19,7 +19,7 @@ def fingerprint(vectors: Sequence[Array]) -> Array:
     sums, position = (jnp.uint32(0), jnp.uint32(0)), 0
     for vector in vectors:
         width = {1: jnp.uint8, 2: jnp.uint16}.get(vector.dtype.itemsize, jnp.uint32)
-        words = jax.lax.bitcast_convert_type(vector, width).reshape(-1).astype(jnp.uint32)
+        words = vector.reshape(-1).view(width).astype(jnp.uint32)
         hashes = hashed(words, jax.lax.iota(jnp.uint32, words.size) + jnp.uint32(position))
         position += words.size
         # Both sums in one reduction: the weights are read once.

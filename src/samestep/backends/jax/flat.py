@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from samestep.backends.layout import Layout, Tensors, by_type, path_name
+from samestep.backends.layout import INSTEAD, Layout, Tensors, by_type, path_name
 from samestep.errors import WrongType
 
 Vector = Any
@@ -30,15 +31,10 @@ class FlatTree:
         names = tuple(path_name(path) for path, _ in leaves)
         arrays = [jnp.asarray(leaf) for _, leaf in leaves]
         for name, array in zip(names, arrays, strict=True):
-            if not (is_real(array.dtype) or jnp.issubdtype(array.dtype, jnp.integer)):
-                raise WrongType(f"{name} is of type {array.dtype}: weights and state must be real or whole numbers")
+            if not (is_real(array.dtype) or getattr(array.dtype, "kind", "key") in "iub"):
+                raise WrongType(f"{name} is of type {array.dtype}: {INSTEAD}")
         types = [(str(array.dtype), is_real(array.dtype)) for array in arrays]
         return FlatTree(structure, names, *by_type(names, [array.shape for array in arrays], types))
-
-    @property
-    def size(self) -> int:
-        """Of all vectors together."""
-        return sum(layout.size for layout in self.layouts)
 
     def flatten(self, tree: Any) -> tuple[Vector, ...]:
         leaves = [jnp.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)]
@@ -53,7 +49,9 @@ class FlatTree:
 
     def filled(self, tensors: Tensors) -> Any:
         """The tree of these tensors."""
-        return jax.tree.unflatten(self.structure, [tensors[name] for name in self.names])
+        where = zip(self.names, self.vector_of, strict=True)
+        leaves = [np.asarray(tensors[name], self.layouts[i].dtype) for name, i in where]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def is_real(dtype: Any) -> bool:

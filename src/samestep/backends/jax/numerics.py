@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import flax
 import jax
 import numpy as np
+from jax._src import config
 from jax._src.lib import cuda_versions, version_str  # there are no public names for these
 from jaxlib import version, xla_client
 
 from samestep.backends import eigen, numerics
 from samestep.backends.jax.clients import cpus, gpus
 from samestep.devices import Device
+from samestep.errors import Invalid
 from samestep.portable import too_late
 
 # Settings of the user's that change numbers, or what is compiled. A run does not touch them: it may be about them.
@@ -26,6 +29,7 @@ SETTINGS = (
     "disable_most_optimizations", "optimization_level", "exec_time_optimization_effort", "memory_fitting_level",
     "memory_fitting_effort", "compiler_enable_remat_pass", "enable_pgle", "eager_constant_folding",
 )  # fmt: skip
+FORBID = re.compile(r"(thread_guard|no_tracing|no_execution)=True|transfer_guard\w*=dis")
 LIBRARY = Path(xla_client.__file__).parent / "libjax_common.so"
 
 
@@ -57,6 +61,17 @@ def flags() -> bytes:
         if "dump" in name or name == "xla_force_host_platform_device_count":  # the number of devices has no way in
             setattr(debug, name, type(getattr(debug, name))())
     return bytes(options.SerializeAsString())
+
+
+def check_contexts() -> None:
+    """Refuse what holds for one thread and cannot be given to others, and what forbids a run its work."""
+    kept = ("mesh", "abstract_mesh", "compute_on", "xla_metadata")
+    found = [f"{name} context" for name in kept if getattr(config, f"{name}_context_manager").value]
+    found += filter(FORBID.search, map("{0[0]}={0[1]}".format, jax.config.values.items()))
+    if found:
+        raise Invalid(
+            f"JAX's {found[0]} would hold for some threads of a run only, or stop it: leave it out around one"
+        )
 
 
 def take_over(settings: dict[str, Any]) -> None:

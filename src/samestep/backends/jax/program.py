@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,17 @@ Vector = Any
 State = tuple[Vector, ...]
 
 
+def jitted(method: Callable[..., Any], **options: Any) -> Any:
+    """A method of a program, compiled on first use."""
+    # On a GPU: kernels with one order of additions, and the same ones in every run, whatever a stopwatch says.
+    gpu = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+
+    def compiled(program: Program) -> Any:
+        return jax.jit(partial(method, program), compiler_options=gpu if program.kind == "cuda" else None, **options)
+
+    return functools.cached_property(compiled)
+
+
 @dataclass(frozen=True)
 class Program:
     """The compiled functions of a model, for any replica of it."""
@@ -37,16 +49,11 @@ class Program:
     shards: int
     kind: str  # of device
 
-    @property
-    def size(self) -> int:
-        """Of the vector that a shard gives."""
-        return self.params.size + self.state.size + 2 * self.shards
-
     def shard(self, parameters: Vector, state: State, x: Array, y: Array, key: Array, shard: Array) -> Vector:
         """What one shard gives, as described in backends/base.py."""
 
         def forward(params: Any) -> tuple[Array, tuple[Array, Any]]:
-            # nnx changes its variables, and may do so only in the trace in which they were made: in here.
+            # nnx changes its variables, and may do so only in the trace in which they were made: they are copied in here.
             output, new = self.adapter(params, self.state.unflatten(state), x, noise(key), True)
             return self.sum_of_losses(output, y), (self.backend.hits(output, y), new)
 
@@ -55,7 +62,9 @@ class Program:
         if jax.tree.structure(new) != self.state.structure:
             raise Invalid("the state that the model returns must have the structure of the one it was given")
         dtype, after = parameters.dtype, self.state.flatten(new)
-        changes = [(now - before).astype(dtype) * len(y) for now, before in zip(after, state, strict=True)]
+        wide = [layout.wide(str(dtype)) for layout in self.state.layouts]
+        changes = [(now.astype(kind) - before.astype(kind)).astype(dtype) * len(y)
+                   for now, before, kind in zip(after, state, wide, strict=True)]  # fmt: skip
         mine = jnp.arange(self.shards) == shard
         slots = [jnp.where(mine, number.astype(dtype), 0) for number in (loss, hits)]
         return jnp.concatenate([*self.params.flatten(gradients), *changes, *slots])
@@ -67,12 +76,12 @@ class Program:
             return (-jnp.where(label, jax.nn.log_softmax(output), 0).sum(-1)).sum()
         return self.backend.sum_of_losses(self.loss, output, y)
 
-    @functools.cached_property
-    def gradient(self) -> Any:
-        return compiled(self.shard, self.kind)
+    gradient = jitted(shard)
 
-    @functools.cached_property
-    def gradients(self) -> Any:
+    @jitted
+    def gradients(
+        self, parameters: Vector, state: State, x: Array, y: Array, index: Array, keys: Array, first: Array, n: Array
+    ) -> Array:
         """Shards `first`, `first + 1`, ... of one size: row i of the result is of one. Row i of `index` says which rows of
         x and y are its examples.
 
@@ -80,66 +89,45 @@ class Program:
         very same code computes a shard whether it is alone on its device or one of many, and its bits are the same.
         """
 
-        def compute(
-            parameters: Vector, state: State, x: Array, y: Array, index: Array, keys: Array, first: Array, count: Array
-        ) -> Array:
-            def turn(i: Array, rows: Array) -> Array:
-                # The barrier: what computes with the examples must not see what they were taken from.
-                taken = [jnp.take(array, index[i], axis=0, mode="clip") for array in (x, y)]
-                here, labels = jax.lax.optimization_barrier(taken)
-                return rows.at[i].set(self.shard(parameters, state, here, labels, keys[i], first + i))
+        def turn(i: Array, rows: Array) -> Array:
+            # The barrier: what computes with the examples must not see what they were taken from.
+            taken = [jnp.take(array, index[i], axis=0, mode="clip") for array in (x, y)]
+            here, labels = jax.lax.optimization_barrier(taken)
+            return rows.at[i].set(self.shard(parameters, state, here, labels, keys[i], first + i))
 
-            return jax.lax.fori_loop(0, count, turn, jnp.zeros((self.shards, self.size), parameters.dtype))
+        size = sum(layout.size for tree in (self.params, self.state) for layout in tree.layouts) + 2 * self.shards
+        return jax.lax.fori_loop(0, n, turn, jnp.zeros((self.shards, size), parameters.dtype))
 
-        return compiled(compute, self.kind)
-
-    @functools.cached_property
-    def partial_sums(self) -> Any:
+    @partial(jitted, static_argnums=(0, 1, 2, 3))
+    def partial_sums(self, lo: int, hi: int, n: int, counts: tuple[int, ...], results: Sequence[Array]) -> list[Vector]:
         """The parts of the sum over shards [lo, hi) of n. Each result is of one call of `gradients`; counts says for how
         many shards it was.
         """
+        fold: Fold[Vector] = Fold(n, lambda left, right: left + right)
+        rows = [rows[i] for count, rows in zip(counts, results, strict=True) for i in range(count)]
+        for shard, row in zip(range(lo, hi), rows, strict=True):
+            fold.add((shard, shard + 1), row)
+        return [fold.parts[span] for span in parts(lo, hi, n)]
 
-        def compute(lo: int, hi: int, n: int, counts: tuple[int, ...], results: Sequence[Array]) -> list[Vector]:
-            fold: Fold[Vector] = Fold(n, lambda left, right: left + right)
-            rows = [rows[i] for count, rows in zip(counts, results, strict=True) for i in range(count)]
-            for shard, row in zip(range(lo, hi), rows, strict=True):
-                fold.add((shard, shard + 1), row)
-            return [fold.parts[span] for span in parts(lo, hi, n)]
+    @jitted
+    def evaluate(self, parameters: Vector, state: State, x: Array, y: Array, key: Array) -> Vector:
+        params = self.params.unflatten([parameters])
+        output, _ = self.adapter(params, self.state.unflatten(state), x, noise(key), False)
+        numbers = self.sum_of_losses(output, y), self.backend.hits(output, y)
+        return jnp.stack([number.astype(parameters.dtype) for number in numbers])
 
-        return compiled(compute, self.kind, static_argnums=(0, 1, 2, 3))
+    @jitted
+    def advance(self, state: State, total: Vector, examples: Array) -> State:
+        new, start = [], self.params.layouts[0].size
+        for layout, vector in zip(self.state.layouts, state, strict=True):
+            change = total[start : start + layout.size] / examples
+            # A counter changes alike in every shard, so the mean over them is its change.
+            wide = vector.astype(layout.wide(str(total.dtype)))
+            new.append((wide + (change if layout.real else jnp.round(change)).astype(wide.dtype)).astype(vector.dtype))
+            start += layout.size
+        return tuple(new)
 
-    @functools.cached_property
-    def evaluate(self) -> Any:
-        def compute(parameters: Vector, state: State, x: Array, y: Array, key: Array) -> Vector:
-            params = self.params.unflatten([parameters])
-            output, _ = self.adapter(params, self.state.unflatten(state), x, noise(key), False)
-            numbers = self.sum_of_losses(output, y), self.backend.hits(output, y)
-            return jnp.stack([number.astype(parameters.dtype) for number in numbers])
-
-        return compiled(compute, self.kind)
-
-    @functools.cached_property
-    def advance(self) -> Any:
-        def compute(state: State, total: Vector, examples: Array) -> State:
-            new, start = [], self.params.size
-            for layout, vector in zip(self.state.layouts, state, strict=True):
-                change = total[start : start + layout.size] / examples
-                # A counter changes alike in every shard, so the mean over them is its change.
-                new.append(vector + (change if layout.real else jnp.round(change)).astype(vector.dtype))
-                start += layout.size
-            return tuple(new)
-
-        return compiled(compute, self.kind)
-
-    @functools.cached_property
-    def fingerprint(self) -> Any:
-        return compiled(fingerprint, self.kind)
-
-
-def compiled(function: Callable[..., Any], kind: str, **options: Any) -> Any:
-    # On a GPU: kernels with one order of additions, and the same ones in every run, whatever a stopwatch says.
-    gpu = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
-    return jax.jit(function, compiler_options=gpu if kind == "cuda" else None, **options)
+    fingerprint = jitted(lambda self, vectors: fingerprint(vectors))
 
 
 # The same model again (another replica, the next fit) finds its functions compiled.

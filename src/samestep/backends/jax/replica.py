@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from samestep.backends.by_id import ById
 from samestep.backends.jax.adapters import Adapter
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.program import program
-from samestep.backends.layout import Numbers, Tensors
+from samestep.backends.layout import Numbers, Tensors, on_host
 from samestep.devices import Device
+from samestep.draws import halves
 from samestep.errors import Invalid
+from samestep.fingerprint import hashed
 from samestep.shards import parts
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 Array = Any
 Vector = Any
 LOOPED = ("cuda",)  # devices that are given many shards in one launch; a CPU computes shards side by side
+ADDRESS = re.compile(" at 0x[0-9a-f]+")  # in the text of a program
 ROOM = 1 << 26  # bytes that the vectors of all shards of a batch may take for that
 
 
@@ -36,7 +40,7 @@ class JaxReplica(Replica):
         """`native` is the device object on which the user's arrays are: a run may compute on another (clients.py)."""
         super().__init__(backend, loss, device, shards)
         self._adapter, params, state = adapted
-        self._native = native
+        self._native, self._given = native, list(map(id, jax.tree.leaves(params)))
         self.trees = FlatTree.of(params), FlatTree.of(state)
         if len(self.trees[0].layouts) != 1:
             raise Invalid("the parameters to train must all be of one type")
@@ -48,8 +52,7 @@ class JaxReplica(Replica):
         vectors = [*self.trees[0].flatten(params), *self.trees[1].flatten(state)]
         self.replace([backend.put(vector, device) for vector in vectors])
         self.program = program(backend, self._adapter, ById.wrap(loss), *self.trees, shards, device.kind)
-        room = shards * self.size * self.parameters.dtype.itemsize
-        self.looped = device.kind in LOOPED and shards > 1 and room <= ROOM
+        self.looped = device.kind in LOOPED and 1 < shards <= ROOM // (self.size * self.parameters.dtype.itemsize)
 
     @property
     def vectors(self) -> list[Vector]:
@@ -63,7 +66,13 @@ class JaxReplica(Replica):
         if self.looped:
             rows = self._loop(x, y, np.arange(len(y)).reshape(1, -1), [key], shard)
             return self.program.partial_sums(shard, shard + 1, self.shards, (1,), [rows])[0]
-        return self.program.gradient(self._parameters, self.state, x, y, halves(key), np.int32(shard))
+        return self.program.gradient(self._parameters, self.state, x, y, halves(key, np.uint32), np.int32(shard))
+
+    def single(self, batch: Batch, shard: int) -> Vector:
+        if not (self.looped and (resident := batch.pass_.feed.resident)):
+            return super().single(batch, shard)
+        index = batch.pass_.order[slice(*batch.spans[shard])].reshape(1, -1)
+        return self._loop(*resident[self.device], index, [batch.keys[shard]], shard)[0]
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         resident = batch.pass_.feed.resident
@@ -92,12 +101,20 @@ class JaxReplica(Replica):
         padded = np.zeros((self.shards, size), np.int32)
         padded[:count] = index
         words = np.zeros((self.shards, 2), np.uint32)
-        words[:count] = [halves(key) for key in keys]
-        about = np.int32(first), np.int32(count)
-        return self.program.gradients(self._parameters, self.state, x, y, padded, words, *about)
+        words[:count] = [halves(key, np.uint32) for key in keys]
+        given = self._parameters, self.state, x, y, padded, words
+        return self.program.gradients(*given, np.int32(first), np.int32(count))
+
+    def inside(self, x: Array, y: Array) -> tuple[list[str], list[str]]:
+        given = self._parameters, self.state, x, y, halves(0, np.uint32), np.int32(0)
+        used = self.program.gradient.trace(*given).jaxpr
+        anew = jax.make_jaxpr(lambda *given: self.program.shard(*given))(*given)
+        names, constants = self.trees[0].names, set(map(id, used.consts))
+        strangers = [repr(name) for name, leaf in zip(names, self._given, strict=True) if leaf in constants]
+        return strangers, [hashed(*one.consts, text=ADDRESS.sub("", str(one))) for one in (used, anew)]
 
     def evaluate(self, x: Array, y: Array, key: int) -> Vector:
-        return self.program.evaluate(self._parameters, self.state, x, y, halves(key))
+        return self.program.evaluate(self._parameters, self.state, x, y, halves(key, np.uint32))
 
     def assign(self, parameters: Vector) -> None:
         self._parameters = parameters
@@ -109,11 +126,9 @@ class JaxReplica(Replica):
     def fingerprint(self) -> Vector:
         return self.program.fingerprint((self._parameters, *self.state))
 
+    def tensors(self, vectors: Sequence[Vector] | None = None) -> Tensors:
+        return {name: on_host(array) for name, array in super().tensors(vectors).items()}
+
     def model_of(self, tensors: Tensors) -> Any:
         params, state = jax.device_put([tree.filled(tensors) for tree in self.trees], self._native)
         return self._adapter.model(params, state)
-
-
-def halves(key: int) -> Numbers:
-    """The 64 bits of a key as the two words that jax.random wants."""
-    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], np.uint32)

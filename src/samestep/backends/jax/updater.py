@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from samestep.backends.base import NativeUpdater
 from samestep.backends.by_id import ById
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.replica import JaxReplica
-from samestep.backends.layout import Tensors
+from samestep.backends.layout import Tensors, on_host
+from samestep.backends.updaters import NativeUpdater
 from samestep.errors import WrongType
 
 
@@ -60,11 +60,11 @@ class JaxUpdater(NativeUpdater):
 
     def tensors(self) -> Tensors:
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.state)
-        return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+        return {jax.tree_util.keystr(path): on_host(np.asarray(leaf)) for path, leaf in leaves}
 
     def load(self, tensors: Tensors) -> None:
         paths, structure = jax.tree_util.tree_flatten_with_path(self.state)
-        leaves = [tensors[jax.tree_util.keystr(path)] for path, _ in paths]
+        leaves = [np.asarray(tensors[jax.tree_util.keystr(path)], leaf.dtype) for path, leaf in paths]
         self.state = jax.device_put(jax.tree.unflatten(structure, leaves), self.replica.parameters.sharding)
 
 

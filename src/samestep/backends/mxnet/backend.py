@@ -28,7 +28,7 @@ from mxnet.base import MXNetError
 from mxnet.context import Context
 
 from samestep.backends.base import Backend, Task
-from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.losses import Shape, check_examples, check_weights, convert, not_trained
 from samestep.backends.mxnet import numerics
 from samestep.backends.mxnet.blocks import arrays_in, blocks_of, parameters_of
 from samestep.backends.mxnet.content import content
@@ -149,7 +149,7 @@ class MxnetBackend(Backend):
                 raise Invalid(f"{name}={found} lets the machine into the bits: unset it, or use {name}={value}")
         if threads > 1 and (limits := LIMITS & os.environ.keys()):
             raise Invalid(f"{limits.pop()} may keep threads from a shard: unset it, or use threads_per_shard=1")
-        with self.workers.at_work(devices, threads):
+        with self.workers.at_work(devices, threads), autograd.pause():  # a fit inside record(), too
             with suppress(MXNetError):
                 nd.waitall()  # raises what failed before this run, and would else do so in the middle of it
             self._lanes = [mx.cpu(LANES * threads + i) for i in range(side_by_side(threads))]
@@ -242,8 +242,9 @@ class MxnetBackend(Backend):
     # Errors
 
     def explain(self, error: Exception) -> Exception | None:
-        full = isinstance(error, MXNetError) and re.search("(?i)allocate .*memory|out of memory", str(error))
-        return self.out_of_memory("cpu") if full or isinstance(error, MemoryError) else None
+        if elsewhere := re.match("Parameter ('.*') was not initialized on context", str(error)):
+            return not_trained(elsewhere[1])
+        return super().explain(error)
 
 
 def _array(numbers: Any, context: Context) -> Any:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from mxnet import nd
 from mxnet.context import Context
 from mxnet.gluon import Block
@@ -45,10 +46,9 @@ def arrays_in(block: Block) -> dict[str, Any]:
 def check_parameters(parameters: dict[str, Parameter]) -> None:
     for name, p in parameters.items():
         if p._data is None:
-            raise Invalid(
-                f"the parameter {name!r} has no value: call model.initialize(), and let every parameter take part in the "
-                "forward pass or give its whole shape"
-            )
+            raise Invalid(f"the parameter {name!r} has no value: call initialize(), and use it or give its whole shape")
+        if np.dtype(p.list_data()[0].dtype).kind == "V":  # bfloat16
+            raise WrongType(f"the parameter {name!r} is of type {p.dtype}, which NumPy does not know: convert it")
         if p._stype != "default":
             raise WrongType(f"the parameter {name!r} is of the storage type {p._stype}: only dense ones can be trained")
 

@@ -20,6 +20,7 @@ class Flat:
 
     def __init__(self, layout: Layout, vector: Vector) -> None:
         self.layout, self.vector = layout, vector
+        self.wide = layout.wide("float32")  # the type in which it changes
         self.views: list[Array] = layout.cut(vector)
 
     @staticmethod
@@ -36,7 +37,8 @@ class Flat:
         """Add the mean over the examples of the changes that the shards have seen."""
         if not self.layout.real:
             delta = delta.round()  # a counter changes alike in every shard, so the mean is the change
-        self.vector += delta.astype(self.layout.dtype)
+        new = self.vector.astype(self.wide, copy=False) + delta.astype(self.wide)
+        new.astype(self.layout.dtype, copy=False).copyto(self.vector)
 
 
 def as_nd(array: Any) -> Any:

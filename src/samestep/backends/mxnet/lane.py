@@ -18,7 +18,7 @@ from samestep.backends.layout import Layout
 from samestep.backends.mxnet.blocks import arrays_in, blocks_of, parameters_of
 from samestep.backends.mxnet.flat import Array, Flat, as_nd
 from samestep.backends.mxnet.noise import Graphs
-from samestep.errors import Invalid
+from samestep.errors import Written
 
 
 class Lane:
@@ -76,7 +76,4 @@ class Lane:
         fixed, self._fixed = self._fixed, {}
         for name, (array, before) in fixed.items():
             if array.asnumpy().tobytes() != before:
-                raise Invalid(
-                    f"{name!r} was written to in the forward pass, but is not state, so its value would depend on who "
-                    "computed which shard: use self.params.get(name, grad_req='null', differentiable=False)"
-                )
+                raise Written(repr(name), "use self.params.get(name, grad_req='null', differentiable=False)")

@@ -24,6 +24,7 @@ from mxnet.gluon.parameter import Parameter
 
 from samestep.backends.base import Array, Backend, Replica, Vector
 from samestep.backends.layout import Tensors
+from samestep.backends.losses import not_trained
 from samestep.backends.mxnet.blocks import bare, check_parameters, copied, parameters_of
 from samestep.backends.mxnet.engine import idle_view, numpy_view, soon
 from samestep.backends.mxnet.flat import Flat
@@ -38,6 +39,8 @@ class MxnetReplica(Replica):
         self, backend: Backend, model: Block, loss: Any, device: Device, shards: int, home: Context, *lanes: Context
     ) -> None:
         super().__init__(backend, loss, device, shards)
+        for name in loss.collect_params() if isinstance(loss, Block) else ():
+            raise not_trained(f"{name!r} of the loss")
         self._home, self._contexts = home, lanes
         self._turn = 0  # evaluations so far
         # By context, and whether it is for training: an evaluation may change the memory layout of weights.
@@ -79,7 +82,8 @@ class MxnetReplica(Replica):
                 loss.backward()
             lane.gather()
             for flat, own in zip(self.state, lane.state, strict=True):
-                change = (own.vector - flat.vector).astype(dtype) * len(y)
+                now, first = (each.vector.astype(flat.wide, copy=False) for each in (own, flat))
+                change = (now - first).astype(dtype) * len(y)
                 change.copyto(lane.vector[start : start + flat.layout.size])
                 start += flat.layout.size
             right = self.backend.hits(output, y)
@@ -119,12 +123,6 @@ class MxnetReplica(Replica):
         for lane in self._lanes.values():
             lane.fresh = False
 
-    def advance(self, total: Vector, examples: int) -> None:
-        start = self.layouts[0].size
-        for flat in self.state:
-            flat.move(total[start : start + flat.layout.size] / examples)
-            start += flat.layout.size
-
     def fingerprint(self) -> Vector:
         """By NumPy, when the engine has the weights: no operation of MXNet's takes numbers for their bits."""
         number = nd.empty((1,), self._home, np.int64)
@@ -139,6 +137,10 @@ class MxnetReplica(Replica):
         """Of each trained parameter its name, what the user's model says of it, and its part of this replica's vector."""
         names = self.layouts[0].names
         return [(name, self._parameters[name], view) for name, view in zip(names, self.weights.views, strict=True)]
+
+    def own_settings(self, decays: bool) -> dict[str, str]:
+        found = {name: f"lr_mult={p.lr_mult}" for name, p, _ in self.leaves() if p.lr_mult != 1}
+        return found | {name: f"wd_mult={p.wd_mult}" for name, p, _ in self.leaves() if decays and p.wd_mult != 1}
 
     # By name
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import mxnet as mx
 
-from samestep.backends.base import NativeUpdater
-from samestep.backends.layout import Tensors
+from samestep.backends.keeping import KeepingUpdater
 from samestep.backends.mxnet.replica import MxnetReplica
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
+# What a run sets at every update, and what names parameters.
+SET = {"lr", "num_update", "_index_update_count", "_all_index_update_counts", "param_dict", "idx2name", "sym_info"}
 
-class MxnetUpdater(NativeUpdater):
+
+class MxnetUpdater(KeepingUpdater):
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
     def __init__(self, given: Any, replica: MxnetReplica, clip: float) -> None:
@@ -24,12 +26,15 @@ class MxnetUpdater(NativeUpdater):
         self._leaves = replica.leaves()
         made.param_dict = {i: about for i, (_, about, _) in enumerate(self._leaves)}  # for lr_mult and wd_mult
         self._state = [made.create_state_multi_precision(i, view) for i, (_, _, view) in enumerate(self._leaves)]
+        named = {f"parameter:{name}": view for name, _, view in self._leaves}
+        root = {"state": dict(zip(replica.layouts[0].names, self._state, strict=True)), "optimizer": made}
+        self._past = of_weights(self.keep(lambda: root, mx.optimizer.Optimizer, named, SET))[:16]
 
     def __repr__(self) -> str:
         about: dict[str, Any] = {name: value for name, value in sorted(vars(self.optimizer).items())
                  if isinstance(value, (bool, int, float, str)) and name not in ("lr", "num_update")}  # fmt: skip
         about["mults"] = [(p.lr_mult, p.wd_mult) for _, p, _ in self._leaves]
-        return f"mxnet.optimizer.{type(self.optimizer).__name__}({about}, state={of_weights(self.tensors())[:16]})"
+        return f"mxnet.optimizer.{type(self.optimizer).__name__}({about}, state={self._past})"
 
     def rate(self) -> float:
         """The rate that the optimizer came with."""
@@ -47,21 +52,6 @@ class MxnetUpdater(NativeUpdater):
         for i, ((_, _, weight), part) in enumerate(zip(self._leaves, parts, strict=True)):
             optimizer.update_multi_precision(i, weight, part, self._state[i])
         self.replica.moved()
-
-    def _slots(self) -> dict[str, Any]:
-        found = {}
-        for (name, _, _), state in zip(self._leaves, self._state, strict=True):
-            for i, array in enumerate(state if isinstance(state, (tuple, list)) else [state]):
-                if array is not None:
-                    found[f"{i}:{name}"] = array
-        return found
-
-    def tensors(self) -> Tensors:
-        return {name: array.asnumpy() for name, array in self._slots().items()}
-
-    def load(self, tensors: Tensors) -> None:
-        for name, array in self._slots().items():
-            array[:] = tensors[name]
 
 
 def _made(given: Any) -> Any:

@@ -41,8 +41,6 @@ from samestep.backends.replacing import noted
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
 
-MORE = "more memory than there is"
-ASKED = re.compile(r"[Cc]annot allocate ([\d.]+ ?\w+)")
 FLAGS = {
     "FLAGS_new_executor_serial_run": True,  # a compiled layer, too, in the thread that calls it
     "FLAGS_use_stride_kernel": True,  # else a slice is a copy and not a view
@@ -127,6 +125,8 @@ class PaddleBackend(Backend):
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
+        if not paddle.in_dynamic_mode():
+            raise Invalid("Paddle is in static mode, where a run cannot compute: call paddle.disable_static() first")
         taken = threads if MKL else 1
         prepare = partial(core.set_num_threads, taken)
         replacing = exact() if self.portable else nullcontext()
@@ -222,16 +222,6 @@ class PaddleBackend(Backend):
 
     def zero(self, like: Tensor) -> Tensor:
         return paddle.zeros([])
-
-    # Errors
-
-    def explain(self, error: Exception) -> Exception | None:
-        text = str(error)
-        exhausted = isinstance(error, RuntimeError) and ("ResourceExhausted" in text or "Out of memory" in text)
-        if not (exhausted or isinstance(error, MemoryError)):
-            return None
-        asked = ASKED.search(text)
-        return self.out_of_memory("cpu", asked[1] if asked else MORE)
 
 
 def checked(array: Any) -> Numbers:

@@ -22,6 +22,7 @@ class Flat:
 
     def __init__(self, layout: Layout, vector: Vector) -> None:
         self.layout, self.vector = layout, vector
+        self.wide = layout.wide("float32") if layout.real else "int64"  # the type in which it changes
         self.views: dict[str, Tensor] = layout.named(vector)
         zeros = paddle.to_tensor(np.zeros(layout.unit, layout.dtype), place=CPU)
         sizes = [gap.stop - gap.start for gap in layout.padding]
@@ -46,12 +47,9 @@ class Flat:
 
     def move(self, delta: Vector) -> None:
         """Add the mean over the examples of the changes that the shards have seen."""
-        dtype = self.vector.dtype
-        if self.layout.real:
-            new = self.vector + delta.astype(dtype)
-        else:  # a counter changes alike in every shard, so the mean is the change
-            new = (self.vector.astype("int64") + delta.round().astype("int64")).astype(dtype)
-        paddle.assign(new, self.vector)
+        # A counter changes alike in every shard, so the mean is the change.
+        new = self.vector.astype(self.wide) + (delta if self.layout.real else delta.round()).astype(self.wide)
+        paddle.assign(new.astype(self.vector.dtype), self.vector)
 
     def twin(self) -> Flat:
         """The same tensors in a vector of its own."""

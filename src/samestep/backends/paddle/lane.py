@@ -63,9 +63,7 @@ class Lane:
             now, first = own, flat.vector
             if not all(held[name] is home for held, name, home in homes):  # self.n = self.n + 1 makes a new tensor
                 now = paddle.concat(flat.pieces([held[name].detach().astype(own.dtype) for held, name, _ in homes]))
-            if not flat.layout.real:
-                now, first = now.astype("int64"), first.astype("int64")
-            found.append(now - first)
+            found.append(now.astype(flat.wide) - first.astype(flat.wide))
         return found
 
     def written(self) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,14 @@ from paddle.base.framework import EagerParamBase
 from paddle.nn.clip import merge_selected_rows
 
 from samestep.backends.base import Replica
+from samestep.backends.lanes import Lanes
 from samestep.backends.layout import Numbers, Tensors
+from samestep.backends.losses import not_trained
 from samestep.backends.paddle.flat import CPU, Flat, Tensor, Vector, dtype_of, numpy_view
 from samestep.backends.paddle.lane import Home, Lane
 from samestep.backends.paddle.noise import PaddleNoise
 from samestep.devices import Device
-from samestep.errors import Invalid
+from samestep.errors import Written, WrongType
 from samestep.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ STATISTICS = {"_mean", "_variance", "weight_u", "weight_v"}
 class PaddleReplica(Replica):
     def __init__(self, backend: Backend, model: paddle.nn.Layer, loss: Any, device: Device, shards: int) -> None:
         super().__init__(backend, loss, device, shards)
+        for name, p in loss.named_parameters() if isinstance(loss, paddle.nn.Layer) else ():
+            if not p.stop_gradient:
+                raise not_trained(f"{name!r} of the loss")
         # The layers are copied, around the user's tensors: calling the model may put others in their places.
         self._model = model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors_of(model).values()})
         kept = {name: t for name, t in model.state_dict().items() if isinstance(t, paddle.Tensor)}
@@ -51,8 +55,10 @@ class PaddleReplica(Replica):
             name = known.setdefault(id(tensor), path)
             if parameter and not tensor.stop_gradient:
                 trained[name] = tensor
-            elif is_kept and (not parameter or path.rpartition(".")[2] in STATISTICS):
+            elif is_kept and (not parameter or path.rpartition(".")[2] in STATISTICS or self.is_state(name)):
                 state.setdefault(dtype_of(tensor), {})[name] = tensor
+            elif "float8" in dtype_of(tensor):
+                raise WrongType(f"{name} is of type {dtype_of(tensor)}, which NumPy does not know: convert it")
             elif is_kept or tensor._is_initialized():
                 constants[name] = tensor
             # else it is memory for a kernel to use, as in LSTM: every copy gets its own
@@ -66,8 +72,7 @@ class PaddleReplica(Replica):
         # Around the one number of a shard: those of the shards before, and those of the shards after.
         self._around = [([zeros[:i]] * (i > 0), [zeros[i + 1 :]] * (i + 1 < shards)) for i in range(shards)]
         self._fingerprint = Fingerprint([numpy_view(vector) for vector in self.vectors])  # they never move in memory
-        self._lanes: dict[int, Lane] = {}
-        self._making = threading.Lock()
+        self.lane, self.side_by_side = Lanes(self._new_lane), True
         self._noise = {training: PaddleNoise() for training in (True, False)}
 
     @property
@@ -77,7 +82,7 @@ class PaddleReplica(Replica):
     # One shard
 
     def gradient(self, x: Tensor, y: Tensor, key: int, shard: int) -> Vector:
-        lane, dtype, (before, after) = self._lane(training=True), self.parameters.dtype, self._around[shard]
+        lane, dtype, (before, after) = self.lane(training=True), self.parameters.dtype, self._around[shard]
 
         def forward() -> tuple[Tensor, Any]:
             output = lane.run(x, self.state)
@@ -93,14 +98,20 @@ class PaddleReplica(Replica):
                 loss, right = (number.astype(dtype).reshape([1]) for number in numbers)
                 vector = paddle.concat([*gradients, *changes, *before, loss, *after, *before, right, *after])
             for p in lane.parameters:
-                p.clear_gradient(False)  # frees the memory of the gradients themselves
+                p.grad = None  # clear_gradient would free a weight, too, if that is the gradient of another
             self._check_constants(lane)
             return vector
 
         return self._noise[True].compute(key, forward, backward)
 
+    def inside(self, x: Tensor, y: Tensor) -> tuple[list[str], list[str]]:
+        lane, theirs = self.lane(training=True), self._trained
+        loss = self.backend.sum_of_losses(self.loss, lane.run(x, self.state), y)
+        found = paddle.grad(loss, list(theirs.values()), allow_unused=True)
+        return [repr(name) for name, gradient in zip(theirs, found, strict=True) if gradient is not None], []
+
     def evaluate(self, x: Tensor, y: Tensor, key: int) -> Vector:
-        lane = self._lane(training=False)
+        lane = self.lane(training=False)
 
         def forward() -> Vector:
             output = lane.run(x, self.state)
@@ -116,10 +127,7 @@ class PaddleReplica(Replica):
         if before:  # once by content as well: some kernels write and do not count it as a version
             names += [name for name, digest in self._digested().items() if digest != before[name]]
         if names:
-            raise Invalid(
-                f"{names[0]!r} was written to in the forward pass, but is not a buffer that state_dict holds, so its value "
-                "would depend on who computed which shard: use register_buffer(name, tensor)"
-            )
+            raise Written(repr(names[0]), f"use Trainer(state={names[0]!r}), or register_buffer(name, tensor)")
 
     def _digested(self) -> dict[str, bytes]:
         return {name: hashlib.blake2b(array.tobytes()).digest() for name, array in self.constants().items()}
@@ -130,12 +138,6 @@ class PaddleReplica(Replica):
         if parameters is not self.parameters:  # an update in place
             paddle.assign(parameters, self.parameters)
 
-    def advance(self, total: Vector, examples: int) -> None:
-        start = self.weights.layout.size
-        for flat in self.state:
-            flat.move(total[start : start + flat.layout.size] / examples)
-            start += flat.layout.size
-
     def fingerprint(self) -> Numbers:
         return self._fingerprint()
 
@@ -143,14 +145,20 @@ class PaddleReplica(Replica):
         """Each trained parameter of the user, and one like it that is a view of this replica's vector."""
         return [(p, parameter_like(p, self.weights.views[name], p.name)) for name, p in self._trained.items()]
 
+    def own_settings(self, decays: bool) -> dict[str, str]:
+        told = {name: (p.optimize_attr["learning_rate"], p.regularizer) for name, p in self._trained.items()}
+        return {name: f"learning_rate={lr}, regularizer={r}" for name, (lr, r) in told.items() if (lr, r) != (1, None)}
+
     # By name
 
     def constants(self) -> Tensors:
-        return {name: tensor.numpy() for name, tensor in self._constants.items()}
+        """bfloat16, which NumPy does not know, as float32: that holds these numbers exactly."""
+        halves = {name: t.astype("float32") for name, t in self._constants.items() if dtype_of(t) == "bfloat16"}
+        return {name: tensor.numpy() for name, tensor in (self._constants | halves).items()}
 
     def take_constants(self, tensors: Tensors) -> None:
         for name in self._constants.keys() & tensors.keys():
-            paddle.assign(paddle.to_tensor(tensors[name], place=CPU), self._constants[name])
+            paddle.assign(paddle.to_tensor(tensors[name], self._constants[name].dtype, CPU), self._constants[name])
         self._digests = self._digested()
         self.release()  # lanes know the versions that the constants had
 
@@ -159,19 +167,11 @@ class PaddleReplica(Replica):
             paddle.assign(new, own)
 
     def model_of(self, tensors: Tensors) -> paddle.nn.Layer:
-        given = self.constants() | tensors
-        return self._copy({name: paddle.to_tensor(array, place=CPU) for name, array in given.items()})
+        types = {name: tensor.dtype for name, tensor in self._constants.items()}
+        given = (self.constants() | tensors).items()
+        return self._copy({name: paddle.to_tensor(array, types.get(name), CPU) for name, array in given})
 
     # Lanes
-
-    def _lane(self, training: bool) -> Lane:
-        thread = threading.get_ident()
-        lane = self._lanes.get(thread)
-        if lane is None:
-            with self._making:
-                lane = self._lanes[thread] = self._new_lane()
-        lane.train(training)
-        return lane
 
     def _new_lane(self) -> Lane:
         state = [flat.twin() for flat in self.state]
@@ -199,7 +199,7 @@ class PaddleReplica(Replica):
         return copy.deepcopy(self._model, memo)
 
     def release(self) -> None:
-        self._lanes.clear()
+        self.lane.clear()
 
 
 def tensors_of(model: paddle.nn.Layer) -> dict[str, Tensor]:

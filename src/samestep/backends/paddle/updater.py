@@ -10,15 +10,15 @@ from typing import Any
 
 import paddle
 
-from samestep.backends.base import NativeUpdater
-from samestep.backends.layout import Tensors
+from samestep.backends.keeping import KeepingUpdater
+from samestep.backends.paddle.content import HIDDEN
 from samestep.backends.paddle.flat import Tensor, Vector
 from samestep.backends.paddle.replica import PaddleReplica
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
 
-class PaddleUpdater(NativeUpdater):
+class PaddleUpdater(KeepingUpdater):
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
     _one = threading.Lock()  # Paddle's optimizers keep some of what they know in the whole process
@@ -31,13 +31,23 @@ class PaddleUpdater(NativeUpdater):
             made = _copied(given, leaves) if isinstance(given, paddle.optimizer.Optimizer) else self._made(given)
             if isinstance(made, paddle.optimizer.LBFGS):
                 raise WrongType("LBFGS computes the loss several times in one update: use another optimizer")
+            for name, inner in vars(made).items():
+                if isinstance(inner, paddle.optimizer.Optimizer):
+                    raise WrongType(
+                        f"the optimizer sets no rate of the one inside it ({name}), nor keeps its state: use one"
+                    )
             _check_parameters(made, self._parameters)
             self.optimizer, self._rate = made, made._learning_rate
             made._learning_rate = made.get_lr()  # a number, so that it can be set
             _create_slots(made)
         names = replica.layouts[0].names
         self._names = {p.name: name for p, name in zip(self._parameters, names, strict=True)}
-        self._past = self.tensors()
+        named = dict(zip(names, self._parameters, strict=True))
+        besides = HIDDEN | {"_learning_rate", "clear_gradients", "_param_dict"}
+        began = self.keep(
+            lambda: {"optimizer": made, "state": self._slots()}, paddle.optimizer.Optimizer, named, besides
+        )
+        self._past = of_weights(began)[:16]
 
     def _made(self, given: Any) -> Any:
         """The optimizer that the user's function makes from our parameters."""
@@ -62,7 +72,7 @@ class PaddleUpdater(NativeUpdater):
             about["decayed"] = [bool(choose(p.name)) for p in self._parameters]
         about["groups"] = [{name: str(value) for name, value in group.items() if name != "params"}
                            for group in _groups_of(self.optimizer) if isinstance(group, dict)]  # fmt: skip
-        return f"paddle.optimizer.{type(self.optimizer).__name__}({about}, state={of_weights(self._past)[:16]})"
+        return f"paddle.optimizer.{type(self.optimizer).__name__}({about}, state={self._past})"
 
     def rate(self) -> float:
         """The rate that the optimizer came with."""
@@ -80,19 +90,9 @@ class PaddleUpdater(NativeUpdater):
             self.optimizer.set_lr(lr)
             self.optimizer.step()
 
-    def tensors(self) -> Tensors:
-        return {name: tensor.numpy() for name, tensor in self._slots().items()}
-
-    def load(self, tensors: Tensors) -> None:
-        for name, tensor in self._slots().items():
-            tensor.set_value(tensors[name])
-
     def _slots(self) -> dict[str, Tensor]:
-        return {
-            f"{slot}:{self._names[parameter]}": tensor
-            for slot, held in self.optimizer._accumulators.items()
-            for parameter, tensor in held.items()
-        }
+        slots = self.optimizer._accumulators.items()
+        return {f"{slot}:{self._names[name]}": tensor for slot, held in slots for name, tensor in held.items()}
 
 
 def _copied(given: Any, leaves: Sequence[tuple[Tensor, Tensor]]) -> Any:

@@ -25,6 +25,7 @@ class Adapter(ABC):
     model: Any
     trained: Variables
     state: Variables  # what forward passes may change
+    constraints: dict[str, Any]  # of trained variables: functions that an optimizer of Keras applies after an update
 
     @property
     def variables(self) -> Variables:
@@ -52,6 +53,7 @@ class KerasAdapter(Adapter):
         named = list(zip(keras_names(model), model.weights, strict=True))
         self.trained = {name: v.value for name, v in named if id(v) in trained}
         self.state = {name: v.value for name, v in named if id(v) not in trained}
+        self.constraints = {name: v.constraint for name, v in named if id(v) in trained and v.constraint}
 
     def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
         output = self.model(x, training=train)
@@ -94,15 +96,15 @@ class ModuleAdapter(Adapter):
         self.model = model
         if not callable(model):
             raise WrongType(f"a tf.Module must have __call__(x) to be trained, and {type(model).__name__} has none")
-        self.trained, self.state = {}, {}
+        self.trained, self.state, self.constraints = {}, {}, {}
         for path, leaf in model._flatten(
             predicate=lambda one: isinstance(one, (tf.Variable, keras.Layer)), with_path=True
         ):
             name = ".".join(map(str, path))
             if isinstance(leaf, keras.Layer):
                 inner = KerasAdapter(leaf)
-                self.trained |= {f"{name}.{within}": variable for within, variable in inner.trained.items()}
-                self.state |= {f"{name}.{within}": variable for within, variable in inner.state.items()}
+                for kind in ("trained", "state", "constraints"):
+                    vars(self)[kind] |= {f"{name}.{within}": one for within, one in vars(inner)[kind].items()}
             else:
                 (self.trained if leaf.trainable else self.state)[name] = leaf
         function = type(model).__call__

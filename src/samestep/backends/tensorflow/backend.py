@@ -7,9 +7,9 @@ the same on any number of cores. Outside of a run, arrays are TensorFlow's.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import keras
@@ -30,10 +30,8 @@ from samestep.backends.workers import cores
 from samestep.devices import Device, cpu, gpu
 from samestep.errors import BackendMissing, Invalid
 
-if keras.backend.backend() != "tensorflow":
-    raise BackendMissing(
-        f"Keras computes with {keras.backend.backend()} in this process: set KERAS_BACKEND=tensorflow before it is imported"
-    )
+if (other := keras.backend.backend()) != "tensorflow":
+    raise BackendMissing(f"Keras computes with {other}: set KERAS_BACKEND=tensorflow before it is imported")
 
 ARRAYS = tf.Tensor, tf.Variable, keras.Variable
 
@@ -43,8 +41,7 @@ class TensorflowBackend(Backend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._running = False
-        self._threads = 1
+        self._running, self._threads = False, 1
         self._programs: dict[tuple[Any, ...], Program] = {}  # of the models of this run
 
     # Devices
@@ -129,33 +126,24 @@ class TensorflowBackend(Backend):
     # A run
 
     require_portable, content = staticmethod(numerics.require_portable), staticmethod(content)
-
-    def numerics(self, devices: Sequence[Device], portable: bool) -> dict[str, Any]:
-        return numerics.found(portable)
+    numerics = staticmethod(numerics.found)
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
         if devices[0].kind == "cuda":
             raise Invalid("training on GPUs is not there yet for TensorFlow: use devices='cpu'")
         if not own_threads() and pool() != threads:
-            raise Invalid(
-                f"TensorFlow was started before samestep was imported, with a pool of {pool()} threads that the result would "
-                "depend on: import samestep.backends.tensorflow, or set TF_OVERRIDE_GLOBAL_THREADPOOL=1, before the first "
-                "tensor or model is made"
-            )
-        with self.workers.at_work(devices, threads):
+            ways = "import samestep.backends.tensorflow before the first tensor, or set TF_OVERRIDE_GLOBAL_THREADPOOL=1"
+            raise Invalid(f"TensorFlow has a pool of {pool()} threads that the result would depend on: {ways}")
+        numerics.check_scopes()
+        same = partial(keras.config.set_dtype_policy, keras.config.dtype_policy())  # of this thread alone
+        with self.workers.at_work(devices, threads, same):
             self._running, self._threads = True, threads
             try:
                 yield
             finally:
                 self._running, self._threads = False, 1
                 self._programs.clear()
-
-    def explain(self, error: Exception) -> Exception | None:
-        if isinstance(error, tf.errors.ResourceExhaustedError):
-            shape = re.search(r"shape(\[.*?\])", str(error))
-            return self.out_of_memory("cpu", f"numbers of shape {shape[1]}" if shape else None)
-        return None
 
     # Models
 
@@ -176,7 +164,7 @@ class TensorflowBackend(Backend):
             raise
         finally:
             for key, variable in adapter.variables.items():  # a tf.Module may count its calls
-                if not np.array_equal(variable.numpy(), before[key], equal_nan=True):
+                if variable.numpy().tobytes() != before[key].tobytes():
                     variable.assign(before[key])
         dtype = check_weights(self.describe(model), (v.dtype.name for v in adapter_of(model).trained.values()))
         check_examples(name, x, dtype)

@@ -50,10 +50,8 @@ def model(thing: Any) -> Model:
     if isinstance(thing, keras.layers.InputLayer):
         return Model(type(thing), [list(thing.batch_shape[1:]), thing.dtype])
     below: dict[str, Any] = {}
-    own = {
-        name: value for name, value in vars(thing).items() if not (name in bookkeeping() or name.startswith(BESIDES))
-    }
-    state = {name: apart(value, name, below) for name, value in own.items()}
+    state = {name: apart(value, name, below) for name, value in vars(thing).items()
+             if not (name in bookkeeping() or name.startswith(BESIDES))}  # fmt: skip
     held, operations = {id(layer) for layer in below.values()}, getattr(thing, "operations", [])
     for layer in operations or getattr(thing, "_layers", []):
         if id(layer) not in held:
@@ -79,9 +77,8 @@ def graph(functional: Any) -> Any:
              for i, node in enumerate(layer._inbound_nodes) if f"{id(layer)}_ib-{i}" in functional._nodes]  # fmt: skip
     places = {id(tensor): [i, j] for i, (_, node) in enumerate(calls) for j, tensor in enumerate(node.outputs)}
     inputs = [(number, node.arguments.args, node.arguments.kwargs) for number, node in calls]
-    return keras.tree.map_structure(
-        lambda one: places.get(id(one), one), [inputs, functional.inputs, functional.outputs]
-    )
+    parts = [inputs, functional.inputs, functional.outputs]
+    return keras.tree.map_structure(lambda one: places.get(id(one), one), parts)
 
 
 @functools.cache

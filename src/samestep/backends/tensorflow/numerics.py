@@ -9,27 +9,38 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import config
+from keras.src.backend.common.global_state import get_global_attribute  # Keras tells its scopes nowhere else
+from tensorflow.python.framework import config, ops
 
 from samestep import portable
 from samestep.backends import eigen, numerics
 from samestep.backends.symbols import function
+from samestep.errors import Invalid
 
 VARIABLES = ("TF_ONEDNN_ASSUME_FROZEN_WEIGHTS", "TF_SET_ONEDNN_FPMATH_MODE", "TF_USE_DEEP_CONV2D", "TF_ENABLE_ONEDNN_SPMM",
              "TF_ENABLE_ZENDNN_OPTS", "TF_XLA_FLAGS", "XLA_FLAGS")  # fmt: skip
 FRAMEWORK, KERNELS = (Path(tf.__file__).parent / f"libtensorflow_{name}.so.2" for name in ("framework", "cc"))
 
 
-def found(travels: bool) -> dict[str, Any]:
+def found(devices: Any, travels: bool) -> dict[str, Any]:
     """Settings of the user's are recorded, not touched: the run may be about them."""
     settings = {name: getattr(keras.config, name)() for name in ("floatx", "epsilon", "image_data_format")}
     settings |= {"dtype_policy": keras.config.dtype_policy().name, "deterministic_ops": config.is_op_determinism_enabled(),
                  "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
+                 "promotion": ops.get_dtype_conversion_mode().name,
                  "keeps_denormals": bool((np.array([1e-39], np.float32) * np.float32(0.5)).any())}  # fmt: skip
     about = {"build": f"{tf.__version__} {tf.version.GIT_VERSION}", "keras": keras.__version__, "onednn": onednn(),
              "kernels": kernels(), "caches": "fixed" if computes_as_everywhere() else eigen.caches(FRAMEWORK),
              "settings": settings, "variables": numerics.variables(VARIABLES)}  # fmt: skip
     return about | ({} if travels else {"cpu": numerics.cpu()})
+
+
+def check_scopes() -> None:
+    """Refuse those that change what variables are: a run makes some and reads others."""
+    scopes = [name for name in ("stateless_scope", "symbolic_scope", "autocast_scope") if get_global_attribute(name)]
+    scopes += ["a tf.distribute strategy"] * tf.distribute.has_strategy() + ["a graph"] * (not tf.executing_eagerly())
+    if scopes:
+        raise Invalid(f"the fit is inside {scopes[0]}, where variables are others: leave it out, around a fit")
 
 
 def onednn() -> bool | None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from samestep import draws
 from samestep.backends.base import Backend
-from samestep.backends.layout import Layout, Numbers
+from samestep.backends.layout import INSTEAD, Layout, Numbers, by_type
 from samestep.backends.losses import check_weights
 from samestep.backends.tensorflow.adapters import Tensor, Variables, adapter_of
 from samestep.backends.tensorflow.graph import Compiled, Piece, compiled
@@ -21,12 +21,10 @@ from samestep.errors import WrongType
 class Program:
     def __init__(self, backend: Backend, model: Any, loss: Any, shards: int, threads: int) -> None:
         self.backend, self.loss, self.shards, self.threads = backend, loss, shards, threads
-        self.adapter = adapter_of(model)
-        trained = self.adapter.trained
-        self.dtype = check_weights(backend.describe(model), (variable.dtype.name for variable in trained.values()))
-        groups = [trained, *by_type(self.adapter.state)]  # one for each vector of a replica
-        self.layouts = [layout_of(group) for group in groups]
-        self._trained, *self._state = [list(group.values()) for group in groups]
+        self.adapter = own = adapter_of(model)
+        self.dtype = check_weights(backend.describe(model), (variable.dtype.name for variable in own.trained.values()))
+        self.layouts = [*layouts_of(own.trained), *layouts_of(own.state)]
+        self._trained, *self._state = [[own.variables[name] for name in layout.names] for layout in self.layouts]
         self._functions: dict[tuple[Any, ...], Compiled] = {}
         self._by_size: set[bool] = set()  # train: whether every number of examples needs a graph of its own
         self._making = threading.Lock()
@@ -57,13 +55,15 @@ class Program:
 
     def _compiled(self, train: bool, x: Numbers, y: Numbers, examples: int | None) -> Compiled:
         """One graph for any number of examples if `examples` is None. Kernels see the shard's own shape in either case."""
-        specs = [tf.TensorSpec((examples, *array.shape[1:]), array.dtype) for array in (x, y)]
-        function = tf.function(self.gradient if train else self.evaluate, autograph=False)
-        traced = function.get_concrete_function(*specs, tf.TensorSpec((), tf.int32))
         vectors = [tf.TensorSpec((layout.size,), layout.dtype) for layout in self.layouts]
         pieces = [Piece(variable, i, lo, hi) for i, group in enumerate([self._trained, *self._state])
                   for variable, (lo, hi) in zip(group, self.layouts[i].spans, strict=True)]  # fmt: skip
-        return compiled(traced, vectors, pieces, self.threads)
+        return compiled(self.traced(train, x, y, examples), vectors, pieces, self.threads)
+
+    def traced(self, train: bool, x: Numbers, y: Numbers, examples: int | None) -> Any:
+        specs = [tf.TensorSpec((examples, *array.shape[1:]), array.dtype) for array in (x, y)]
+        function = tf.function(self.gradient if train else self.evaluate, autograph=False)
+        return function.get_concrete_function(*specs, tf.TensorSpec((), tf.int32))
 
     def release(self) -> None:
         """Let go of the graphs and their threads; they are made again when they are needed."""
@@ -73,8 +73,9 @@ class Program:
     # What is traced
 
     def gradient(self, x: Tensor, y: Tensor, shard: Tensor) -> Tensor:
-        state = [variable for group in self._state for variable in group]
-        before = [variable.read_value() for variable in state]
+        groups = zip(self._state, self.layouts[1:], strict=True)
+        state = [(variable, layout.wide(self.dtype)) for group, layout in groups for variable in group]
+        before = [tf.cast(variable.read_value(), wide) for variable, wide in state]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for variable in self._trained:
                 tape.watch(variable)
@@ -82,8 +83,8 @@ class Program:
         gradients = tape.gradient(loss, self._trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         count, mine = tf.cast(tf.shape(y)[0], self.dtype), tf.range(self.shards) == shard
         vector = [tf.reshape(tf.convert_to_tensor(gradient), (-1,)) for gradient in gradients]
-        for variable, start in zip(state, before, strict=True):
-            change = tf.cast(variable.read_value() - start, self.dtype) * count
+        for (variable, wide), start in zip(state, before, strict=True):
+            change = tf.cast(tf.cast(variable.read_value(), wide) - start, self.dtype) * count
             vector.append(tf.reshape(change, (-1,)))
         slots = [tf.where(mine, tf.cast(number, self.dtype), 0) for number in (loss, right)]
         return tf.concat([*vector, *slots], 0)
@@ -100,18 +101,11 @@ class Program:
         return loss, self.backend.hits(output, y)
 
 
-def by_type(variables: Variables) -> list[Variables]:
-    """The variables in groups, one for each type of number."""
-    groups: dict[str, Variables] = {}
-    for name, variable in variables.items():
-        groups.setdefault(variable.dtype.name, {})[name] = variable
-    return list(groups.values())
-
-
-def layout_of(variables: Variables) -> Layout:
-    """Variables of one type, one after the other."""
-    name, first = next(iter(variables.items()))
-    if not (first.dtype.is_floating or first.dtype.is_integer):
-        raise WrongType(f"{name} is of type {first.dtype.name}: weights and state must be real or whole numbers")
-    shapes = tuple(tuple(variable.shape) for variable in variables.values())
-    return Layout(tuple(variables), shapes, first.dtype.name, real=np.dtype(first.dtype.name).kind == "f")
+def layouts_of(variables: Variables) -> tuple[Layout, ...]:
+    """One for each type of number."""
+    kinds = [variable.dtype for variable in variables.values()]
+    for name, kind in zip(variables, kinds, strict=True):
+        if not (kind.is_floating or kind.is_integer or kind.is_bool):
+            raise WrongType(f"{name} is of type {kind.name}: {INSTEAD}")
+    shapes = [tuple(variable.shape) for variable in variables.values()]
+    return by_type(list(variables), shapes, [(kind.name, kind.is_floating) for kind in kinds])[1]

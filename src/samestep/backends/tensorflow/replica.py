@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from samestep.backends.base import Backend, Replica
-from samestep.backends.layout import Numbers, Tensors, aligned_copy
+from samestep.backends.layout import Numbers, Tensors, aligned_copy, on_host
 from samestep.backends.tensorflow.adapters import adapter_of
 from samestep.backends.tensorflow.program import Program
 from samestep.devices import Device
-from samestep.fingerprint import Fingerprint
+from samestep.fingerprint import Fingerprint, hashed
 
 
 class TensorflowReplica(Replica):
@@ -31,6 +32,14 @@ class TensorflowReplica(Replica):
     def gradient(self, x: Numbers, y: Numbers, key: int, shard: int) -> Numbers:
         return self.program(True, self._vectors, x, y, key, shard)
 
+    def inside(self, x: Numbers, y: Numbers) -> tuple[list[str], list[str]]:
+        def traced() -> str:  # without names, which TensorFlow numbers on and on, and in no order
+            graph = self.program.traced(True, x, y, len(y)).graph.as_graph_def()
+            nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+            return "".join(sorted(node.op + str(node.attr["value"]) * (node.op == "Const") for node in nodes))
+
+        return [], [hashed(text=traced()) for _ in range(2)]
+
     def evaluate(self, x: Numbers, y: Numbers, key: int) -> Numbers:
         return self.program(False, self._vectors, x, y, key, 0)
 
@@ -41,10 +50,13 @@ class TensorflowReplica(Replica):
     def advance(self, total: Numbers, examples: int) -> None:
         start = self.layouts[0].size
         for layout, vector in zip(self.layouts[1:], self._vectors[1:], strict=True):
-            mean = total[start : start + layout.size] / examples
+            mean, wide = total[start : start + layout.size] / examples, layout.wide(self.layouts[0].dtype)
             start += layout.size
             # A counter changes alike in every shard, so the mean is the change.
-            vector += (mean if layout.real else np.round(mean)).astype(vector.dtype)
+            vector[:] = vector.astype(wide, copy=False) + (mean if layout.real else np.round(mean)).astype(wide)
+
+    def own_settings(self, decays: bool) -> dict[str, str]:
+        return {name: f"the constraint {type(one).__name__}" for name, one in self.program.adapter.constraints.items()}
 
     def fingerprint(self) -> Numbers:
         return self._fingerprint()
@@ -56,10 +68,13 @@ class TensorflowReplica(Replica):
     def to_vector(self, numbers: Numbers) -> Numbers:
         return aligned_copy(numbers)  # so TensorFlow reads it where it is, without another copy
 
+    def tensors(self, vectors: Sequence[Numbers] | None = None) -> Tensors:
+        return {name: on_host(array) for name, array in super().tensors(vectors).items()}
+
     def model_of(self, tensors: Tensors) -> Any:
         twin = self.program.adapter.copied(self.program.example)
         for name, variable in zip(self.program.adapter.variables, adapter_of(twin).variables.values(), strict=True):
-            variable.assign(tensors[name])
+            variable.assign(tf.cast(tensors[name], variable.dtype))
         return twin
 
     def release(self) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from samestep import draws
-from samestep.backends.base import NativeUpdater
 from samestep.backends.layout import Numbers, Tensors
 from samestep.backends.tensorflow.graph import Compiled, Piece, compiled
 from samestep.backends.tensorflow.replica import TensorflowReplica
+from samestep.backends.updaters import NativeUpdater
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
@@ -28,22 +28,22 @@ class TensorflowUpdater(NativeUpdater):
         super().__init__(replica, clip)
         self._variables = [keras.Variable(array, name=name.replace("/", "."))
                            for name, array in replica.named(replica.parameters).items()]  # fmt: skip
+        for name, constraint in replica.program.adapter.constraints.items():
+            self._variables[replica.layouts[0].names.index(name)].constraint = constraint
         self.optimizer = made_for(self._variables, given)
         names = [variable.path for variable in self.optimizer.variables]
         self._names = [name.partition("/")[2] for name in names]
         self.state = [np.array(variable.numpy()) for variable in self.optimizer.variables]
         self.fixed = isinstance(self.optimizer.get_config()["learning_rate"], dict)
-        rates = [i for i, name in enumerate(names) if name.endswith("/learning_rate")]
-        self._rate_index = None if self.fixed else rates[0]
+        self._rate_index = None if self.fixed else [name.endswith("/learning_rate") for name in names].index(True)
         self._first_rate = 1.0 if self._rate_index is None else float(self.state[self._rate_index])
-        self._began = of_weights(self.tensors())[:16] if int(self.state[0]) else ""  # momenta that it came with
+        self._past = f", state={of_weights(self.tensors())[:16]}" if int(self.state[0]) else ""  # what it came with
         shared = replica.program.updates
         self._update = shared.get(id(given)) or shared.setdefault(id(given), self._compiled())
 
     def __repr__(self) -> str:
         settings = {name: value for name, value in self.optimizer.get_config().items() if name != "name"}
-        past = f", state={self._began}" if self._began else ""
-        return f"keras.optimizers.{type(self.optimizer).__name__}({settings}{past})"
+        return f"keras.optimizers.{type(self.optimizer).__name__}({settings}{self._past})"
 
     def rate(self) -> float:
         """The rate that it came with; 1 stands for a rate that is inside it and cannot be seen."""
@@ -67,8 +67,10 @@ class TensorflowUpdater(NativeUpdater):
             moved = [tf.reshape(variable.value, (-1,)) for variable in self._variables]
             return [tf.concat(moved, 0), *(tf.reshape(variable.value, (-1,)) for variable in variables)]
 
-        flat = tf.TensorSpec((layout.size,), layout.dtype)
+        flat, before = tf.TensorSpec((layout.size,), layout.dtype), in_python(self.optimizer)
         traced = tf.function(update, autograph=False).get_concrete_function(flat)
+        for name in sorted(dict(before ^ in_python(self.optimizer))):
+            raise WrongType(f"the optimizer changes {name} in Python, but an update is compiled once: use add_variable")
         vectors = [flat, *(tf.TensorSpec((array.size,), array.dtype) for array in self.state)]
         weights = [Piece(v.value, 0, lo, hi) for v, (lo, hi) in zip(self._variables, layout.spans, strict=True)]
         slots = [Piece(v.value, i, 0, a.size) for i, (v, a) in enumerate(zip(variables, self.state, strict=True), 1)]
@@ -86,20 +88,21 @@ def made_for(variables: list[keras.Variable], given: Any) -> keras.optimizers.Op
     made = given() if isinstance(given, type) else given
     made = made if isinstance(made, keras.optimizers.Optimizer) else made(variables)
     if not isinstance(made, keras.optimizers.Optimizer):
-        raise WrongType(
-            "optimizer must be a keras.optimizers.Optimizer, or a function that makes one from variables, "
-            f"got {type(given).__name__}"
-        )
+        kinds = "a keras.optimizers.Optimizer, or a function that makes one from variables"
+        raise WrongType(f"optimizer must be {kinds}, got {type(given).__name__}")
     if isinstance(made, keras.optimizers.LossScaleOptimizer):
         raise WrongType("LossScaleOptimizer wants the loss scaled, which the Trainer does not: use the one inside it")
-    if made is given and hasattr(made, "_exclude_from_weight_decay"):
-        raise Invalid(
-            "the optimizer excludes variables from weight decay, which a replica's copy of it would not: pass a function "
-            "that makes the optimizer from variables and excludes those"
-        )
     optimizer = type(made).from_config(made.get_config()) if made is given else made
     optimizer.build(variables)
+    for name in sorted(dict(in_python(made) - in_python(optimizer))):
+        raise Invalid(f"get_config() of the optimizer leaves out {name}: pass a function that makes it from variables")
     if made is given and made.built:  # momenta that it came with
         for mine, theirs in zip(optimizer.variables, made.variables, strict=True):
             mine.assign(theirs)
     return optimizer
+
+
+def in_python(optimizer: Any) -> set[tuple[str, str]]:
+    """What an optimizer keeps in Python, not in variables, as text; but for what all of Keras's have, and caches."""
+    own = {name: repr(vars(optimizer)[name]) for name in vars(optimizer).keys() - vars(keras.optimizers.Optimizer(1.0))}
+    return {(name, text) for name, text in own.items() if "<" not in text and "_cache" not in name}

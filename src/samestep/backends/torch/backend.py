@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parameter import UninitializedParameter
 
-from samestep.backends.base import Backend, Task
+from samestep.backends.base import Backend
+from samestep.backends.layout import Numbers
 from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.replacing import replaced
 from samestep.backends.torch import kernels, numerics
 from samestep.backends.torch.content import content
+from samestep.backends.torch.flat import on_host
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.scheduler import read
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import Device, cpu, gpu, host_memory
-from samestep.errors import Invalid, NotDeterministic
+from samestep.errors import Invalid, NotDeterministic, WrongType
 from samestep.processes.place import Place
 from samestep.processes.world import World
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-MORE = "more memory than there is"
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
 class TorchBackend(Backend):
@@ -42,14 +42,11 @@ class TorchBackend(Backend):
     def devices(self) -> list[Device]:
         return [cpu(), *(gpu(i) for i in range(torch.cuda.device_count()))]
 
-    def usable(self, device: Device) -> bool:
-        return device.index < (torch.cuda.device_count() if device.kind == "cuda" else 1)
-
     def memory(self, device: Device) -> tuple[int, int]:
-        if device.kind == "cuda":
-            free, total = torch.cuda.mem_get_info(device.index)
-            return total, total - free
-        return host_memory()
+        if device.kind != "cuda":
+            return host_memory()
+        free, total = torch.cuda.mem_get_info(device.index)
+        return total, total - free
 
     # Arrays
 
@@ -70,8 +67,8 @@ class TorchBackend(Backend):
             return array
         return array.to(str(device), non_blocking=device.kind == "cuda")  # a copy to the host must wait
 
-    def get(self, array: Any) -> np.ndarray[Any, Any]:
-        return array.detach().cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
+    def get(self, array: Any) -> Numbers:
+        return on_host(array) if isinstance(array, torch.Tensor) else np.asarray(array)
 
     def copy(self, array: Any, device: Device, gradient: bool = False) -> Any:
         self.require(device)
@@ -117,69 +114,53 @@ class TorchBackend(Backend):
 
     @contextmanager
     def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
-        if torch.is_autocast_enabled(devices[0].kind):
-            raise Invalid("autocast around a fit reaches only some of the threads: use it in the model's forward")
-        cudnn = torch.backends.cudnn
-        before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-        flags = (cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory)
-        arithmetic_threads = torch.get_num_threads()
-        noise = torch.random.get_rng_state(), [torch.cuda.get_rng_state(d.index) for d in devices if d.kind == "cuda"]
-        torch.use_deterministic_algorithms(deterministic)
-        cudnn.benchmark, cudnn.deterministic = False, deterministic
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it writes every result twice
-        if devices[0].kind == "cpu":
-            # Beside workers, one: the helper threads of a second team would spin between calls and take the workers' cores.
-            torch.set_num_threads(1 if self.workers.there else threads)
-        mkldnn = torch._C._get_mkldnn_enabled()
-        try:
-            with kernels.of_every_cpu() if self.portable else nullcontext(), warnings.catch_warnings():
-                # Weights are views of one vector, which cuDNN would lay out in another way.
-                warnings.filterwarnings("ignore", "RNN module weights are not part")
-                yield
-        finally:
-            torch._C._set_mkldnn_enabled(mkldnn)
-            torch.set_num_threads(arithmetic_threads)
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            cudnn.benchmark, cudnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory = flags
-            torch.random.set_rng_state(noise[0])
-            for device, state in zip((d for d in devices if d.kind == "cuda"), noise[1], strict=True):
-                torch.cuda.set_rng_state(state, device.index)
-
-    def map(self, tasks: Sequence[Task]) -> list[Any]:
-        with self.explained():
-            return self.workers.map(tasks)  # a single one, too: this thread may have another number of threads
+        if found := numerics.modes_around():
+            raise Invalid(f"{found} around a fit reaches only some of its threads: use it in the model's forward")
+        cudnn, threads_before, mkldnn = torch.backends.cudnn, torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        flags = [(cudnn, "benchmark", False), (cudnn, "deterministic", deterministic),
+                 (torch.utils.deterministic, "fill_uninitialized_memory", False)]  # fmt: skip # it writes every result twice
+        # The device that other threads have: a default is one of the caller's thread alone.
+        home = devices[0].kind == "cuda" or torch.get_default_device().type == "cpu"
+        with ExitStack() as stack:
+            stack.callback(torch.use_deterministic_algorithms, before[0], warn_only=before[1])
+            stack.callback(torch.set_num_threads, threads_before)
+            stack.callback(torch._C._set_mkldnn_enabled, mkldnn)
+            for context in (
+                replaced(flags), torch.random.fork_rng([d.index for d in devices if d.kind == "cuda"]),
+                torch.inference_mode(False), torch.enable_grad(), nullcontext() if home else torch.device("cpu"),
+                kernels.of_every_cpu() if self.portable else nullcontext(), warnings.catch_warnings(),
+            ):  # fmt: skip
+                stack.enter_context(context)
+            torch.use_deterministic_algorithms(deterministic)
+            if devices[0].kind == "cpu":
+                # Beside workers, one: the threads of a second team would spin between calls and take the workers' cores.
+                torch.set_num_threads(1 if self.workers.there else threads)
+            # Weights are views of one vector, which cuDNN would lay out in another way.
+            warnings.filterwarnings("ignore", "RNN module weights are not part")
+            yield
 
     # Models
 
-    def probe(
-        self, model: torch.nn.Module, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x"
-    ) -> Shape:
-        lazy = any(isinstance(p, UninitializedParameter) for p in model.parameters())
+    def probe(self, model: torch.nn.Module, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
         weights = [p for p in model.parameters() if p.requires_grad]
         dtype = check_weights(self.describe(model), (str(p.dtype).removeprefix("torch.") for p in weights))
         check_examples(name, x, dtype)
-        device = Device.of(str(weights[0].device))
-        modes = [(module, module.training) for module in model.modules()]
-        noise = torch.random.get_rng_state()
-        buffers = [(m, key, b, b.clone()) for m in model.modules() for key, b in m._buffers.items()
-                   if b is not None and not lazy]  # fmt: skip
-        model.eval()
+        device, lazy = Device.of(str(weights[0].device)), any(isinstance(p, UninitializedParameter) for p in weights)
         try:
-            with torch.no_grad(), self.explained():
-                output = model(self.put(x, device))
+            with torch.no_grad(), self.explained(), torch.random.fork_rng([], enabled=not lazy):
+                lane = None if lazy else self.replica(model, loss, device, 1, capture=False).lane(training=False)
+                output = lane.module["model"](self.put(x, device)) if lane else None
+                if lane is None or len(weights) < sum(p.requires_grad for p in lane.module["model"].parameters()):
+                    with replaced([(module, "training", False) for module in model.modules()]):
+                        model(self.put(x, device))  # makes weights: not in the copy alone
+                    return self.probe(model, loss, x, y, name)
                 if loss is not None:
-                    self.sum_of_losses(loss, output, self.put(y, device))
+                    self.sum_of_losses(lane.loss, output, self.put(y, device))
         except RuntimeError as error:
             if x.dtype.kind != "f" and re.search("dtype|scalar type|Input type", str(error)):
                 raise convert(name, x, dtype) from error
             raise
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            for module, key, buffer, value in buffers:  # a forward pass may write there, also in evaluation
-                module._buffers[key] = buffer.copy_(value)
-            if not lazy:  # only making lazy weights may draw from the user's generator
-                torch.random.set_rng_state(noise)
         return self.check_output(output, y, loss, dtype)
 
     def replica(
@@ -187,6 +168,10 @@ class TorchBackend(Backend):
     ) -> TorchReplica:
         if self.portable and any(isinstance(layer, torch.nn.LSTM) for layer in model.modules()):
             torch._C._set_mkldnn_enabled(False)  # its LSTM differs between CPUs; `_settings` puts this back
+        if any(isinstance(layer, torch.jit.ScriptModule) for layer in model.modules()):
+            raise WrongType(
+                "a model of torch.jit cannot be copied around other weights: pass the module that it was made from"
+            )
         if self.portable and any(hasattr(layer, "_orig_mod") for layer in model.modules()):
             raise Invalid("portable: torch.compile writes kernels for this CPU: leave it out")
         with self.explained():
@@ -217,16 +202,8 @@ class TorchBackend(Backend):
     # Errors
 
     def explain(self, error: Exception) -> Exception | None:
-        if not isinstance(error, (RuntimeError, ValueError)):
-            return None
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-            asked, gpu = ASKED.search(text), re.search(r"GPU (\d+)", text)
-            return self.out_of_memory(f"cuda:{gpu[1]}" if gpu else "cpu", asked[1] if asked else MORE)
-        if (
-            "does not have a deterministic implementation" in text
-            or "deterministic behavior was enabled" in text.lower()
-        ):
+        text = str(error) if isinstance(error, (RuntimeError, ValueError)) else ""
+        if re.search("does not have a deterministic implementation|[Dd]eterministic behavior was enabled", text):
             operation = text.split(" does not have")[0].split()[-1]
             return NotDeterministic(
                 f"{operation} has no deterministic kernel in torch {torch.__version__}: use another operation, "
@@ -234,10 +211,9 @@ class TorchBackend(Backend):
             )
         if "Expected more than 1 value per channel when training" in text:
             return Invalid(
-                "batch norm needs more than one value per channel in every shard: lower shards or raise the batch size "
-                f"({text})"
+                f"batch norm needs more than one value per channel in every shard: lower shards, or raise batch_size ({text})"
             )
-        return None
+        return super().explain(error)
 
 
 backend: Backend = TorchBackend()

@@ -5,42 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from samestep.backends.torch.flat import TorchLayout
 from samestep.shards import Span
-
-LEAST = 1 << 20  # numbers; bands of this size are sent while others are computed, smaller vectors as a whole
-
-
-def bands_of(layout: TorchLayout, size: int) -> list[Span]:
-    """The weights in ranges of at least LEAST numbers, last layers first, and then what follows the weights."""
-    if layout.size < 2 * LEAST:
-        return [(0, size)]
-    edges = [layout.size]
-    for start, _ in reversed(layout.spans):
-        if edges[-1] - start >= LEAST or not start:
-            edges.append(start)
-    return [*((lo, hi) for hi, lo in pairwise(edges)), (layout.size, size)]
 
 
 class Bands:
     """Hands on the bands of one shard's vector while the backward pass goes on."""
 
     def __init__(
-        self,
-        layout: TorchLayout,
-        bands: Sequence[Span],
-        vector: torch.Tensor,
-        deliver: Callable[[torch.Tensor, int], None],
+        self, layout: TorchLayout, bands: Sequence[Span], vector: Tensor, deliver: Callable[[Tensor, int], None]
     ) -> None:
         self.layout, self.bands, self.vector, self.deliver = layout, bands, vector, deliver
         self._band = [next(i for i, (lo, hi) in enumerate(bands) if lo <= start < hi) for start, _ in layout.spans]
         self._missing = set(range(len(self._band)))
 
-    def take(self, i: int, gradient: torch.Tensor | None) -> None:
+    def take(self, i: int, gradient: Tensor | None) -> None:
         """The gradient of parameter i is there (None: it has none)."""
         (lo, hi), band = self.layout.spans[i], self._band[i]
         if i in self._missing:
@@ -59,7 +42,7 @@ class Bands:
         for i in sorted(self._missing, reverse=True):
             self.take(i, None)
 
-    def finish(self, rest: list[torch.Tensor]) -> None:
+    def finish(self, rest: list[Tensor]) -> None:
         """Deliver the band after the weights."""
         last = len(self.bands) - 1
         tail = self.vector[slice(*self.bands[last])]

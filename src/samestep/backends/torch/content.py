@@ -30,7 +30,8 @@ def content(thing: Any, weights: bool) -> Any:
         return f"device {thing.type}"  # processes of one run have different ones
     if isinstance(thing, torch.optim.Optimizer):
         groups = [{**group, "params": [_told(p, False) for p in group["params"]]} for group in thing.param_groups]
-        return [type(thing), groups]
+        plain = (bool, int, float, str, torch.optim.Optimizer)
+        return [type(thing), groups, {name: value for name, value in vars(thing).items() if isinstance(value, plain)}]
     if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
         return [type(thing), {**vars(thing), "optimizer": None}, thing.optimizer]
     return None

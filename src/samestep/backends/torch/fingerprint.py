@@ -10,25 +10,13 @@ import torch
 from samestep.fingerprint import COLUMNS, WORD, Fingerprint, odd
 
 
-class OnHost(Fingerprint):
-    """Uses PyTorch's sums, which take as many threads as the model does."""
-
-    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
-        super().__init__([vector.view(torch.uint8).numpy() for vector in vectors])
-        self._mine = [[torch.from_numpy(array) for array in arrays] for arrays in self._sums]
-
-    def _add(self) -> None:
-        for rows, along, down in self._mine:
-            torch.sum(rows, 1, out=along)
-            torch.sum(rows, 0, out=down)
-
-
 class VectorFingerprint:
     """The fingerprint of vectors that stay where they are: one number of 64 bits for all of them, on their device."""
 
     def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
-        self._on_host = OnHost(vectors) if vectors[0].device.type == "cpu" else None
-        self._on_gpu = [] if self._on_host else [laid_out(vector.view(torch.uint8)) for vector in vectors]
+        raw = [vector.view(torch.uint8) for vector in vectors]
+        self._on_host = Fingerprint([one.numpy() for one in raw]) if raw[0].device.type == "cpu" else None
+        self._on_gpu = [] if self._on_host else [laid_out(one) for one in raw]
 
     def __call__(self) -> torch.Tensor:
         return torch.from_numpy(self._on_host()) if self._on_host else on_gpu(self._on_gpu)

@@ -7,64 +7,74 @@ one replica side by side without disturbing each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from samestep.backends.torch.bands import Bands
+from samestep.backends.losses import Losses
 from samestep.backends.torch.flat import Flat
-from samestep.errors import Invalid
+from samestep.errors import Invalid, Written
+
+OPTIMIZER = "only the optimizer may do that, also in evaluation (nn.Embedding(max_norm=...) does it, too)"
 
 
-@dataclass
 class Lane:
-    module: torch.nn.Module
-    parameters: list[torch.nn.Parameter]
-    buffers: list[Flat]
-    modes: list[bool]
-    constants: dict[str, tuple[torch.Tensor, int]]  # each with its version at the start
-    homes: list[tuple[torch.nn.Module, str, torch.Tensor]]  # module, name and tensor of every buffer
-    training: bool = True
-    bands: Bands | None = None  # of the shard that is being computed, if they are wanted one by one
+    def __init__(self, module: torch.nn.ModuleDict, loss: Any, buffers: list[Flat], tensors: dict[str, Tensor]) -> None:
+        """`module`: the model, and the loss if it is a module; `tensors`: its parameters and buffers by name."""
+        self.module, self.loss, self.buffers = module, dict(module.items()).get("loss", loss), buffers
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._training, self._modes = True, [m.training for m in module.modules()]
+        self._homes = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        # Parameters that are state, with their memory. What is neither state nor trained, with its address and version.
+        self._state = {view.data_ptr() for flat in buffers for view in flat.views}
+        self._written = [(p, p.data) for p in module.parameters() if p.data_ptr() in self._state]
+        fixed = [(name, t) for name, t in tensors.items() if t.data_ptr() not in self._state]
+        self._fixed = [(name, t, t.data_ptr(), -1 if t.requires_grad else t._version) for name, t in fixed]
 
-    @staticmethod
-    def of(module: torch.nn.Module, buffers: list[Flat]) -> Lane:
-        kept = module.state_dict(keep_vars=True)
-        constants = {name: (b, b._version) for name, b in module.named_buffers() if name not in kept}
-        trained = [p for p in module.parameters() if p.requires_grad]
-        homes = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-        return Lane(module, trained, buffers, [m.training for m in module.modules()], constants, homes)
-
-    def run(self, x: torch.Tensor, start: Sequence[Flat]) -> torch.Tensor:
-        """The model's output, with buffers that start from these."""
+    def run(self, x: Tensor, y: Tensor, start: Sequence[Flat], by: Losses) -> tuple[Tensor, Tensor]:
+        """The loss and the hits of some examples, with a state that starts from these vectors."""
         for own, first in zip(self.buffers, start, strict=True):
             own.vector.copy_(first.vector)
-        output = self.module(x)
+        version = self.parameters[0]._version  # of all: they are views of one vector
+        output = self.module["model"](x)
+        loss, hits = by.sum_of_losses(self.loss, output, y), by.hits(output, y)
         self._settle()
-        return output
+        self._check_fixed(self.parameters[0]._version != version)
+        return loss, hits
 
     def _settle(self) -> None:
         """Put back the buffers that the forward pass has replaced (self.n = self.n + 1), with their new values."""
-        for module, name, home in self.homes:
+        for module, name, home in self._homes:
             now = module._buffers.get(name)
             if now is not home:
                 if now is None or now.shape != home.shape or now.dtype != home.dtype:
-                    raise Invalid(f"the forward pass has put something else in the place of the buffer {name!r}")
+                    if home.data_ptr() not in self._state:
+                        continue  # of the batch's size, perhaps: it is no more than an attribute, and the rehearsal judges it
+                    raise Invalid(
+                        f"the forward pass has put something of another shape or type in the place of the buffer {name!r}: "
+                        "use persistent=False if each pass makes it anew"
+                    )
                 with torch.no_grad():
                     home.copy_(now)
                 module._buffers[name] = home
+        for parameter, memory in self._written:  # p.data = ... makes a new tensor, too
+            if parameter.data_ptr() != memory.data_ptr():
+                memory.copy_(parameter.data)
+                parameter.data = memory
 
     def train(self, training: bool) -> None:
         """Switch between training and evaluation. Modules that the user put into evaluation mode stay in it."""
-        if training != self.training:
-            self.training = training
-            for module, mode in zip(self.module.modules(), self.modes, strict=True):
+        if training != self._training:
+            self._training = training
+            for module, mode in zip(self.module.modules(), self._modes, strict=True):
                 module.training = training and mode
 
-    def check_constants(self) -> None:
-        for name, (buffer, version) in self.constants.items():
-            if buffer._version != version:
-                raise Invalid(
-                    f"the buffer {name!r} was written to in the forward pass but is not persistent, so its value would "
-                    "depend on who computed which shard: register it with persistent=True"
-                )
+    def _check_fixed(self, weights_written: bool) -> None:
+        """Weights and constants must be as they were before the forward pass: other lanes compute with them, too."""
+        if weights_written:
+            raise Written("a trained weight", OPTIMIZER)
+        for name, tensor, address, version in self._fixed:
+            if tensor.data_ptr() != address or version not in (-1, tensor._version):
+                state = f"use Trainer(state={name!r}) if it is state, or a persistent buffer"
+                raise Written(repr(name), OPTIMIZER if version < 0 else state)

@@ -9,6 +9,7 @@ for the few operations that take no generator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ class DrawnElsewhere(Exception):
     """A random number was drawn where a generator cannot be handed in."""
 
 
+@cache
+def with_generator(func: Any) -> Any:
+    """The overload of an operation that takes a generator and what this one takes; None if there is none."""
+
+    def takes(of: Any) -> dict[str, str]:
+        return {argument.name: str(argument.type) for argument in of._schema.arguments}
+
+    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next((one for one in overloads if takes(one) == takes(func) | {"generator": "Optional[Generator]"}), None)
+
+
 class OwnGenerator(TorchDispatchMode):
     """While active in a thread, every random operation of that thread draws from a generator of its own."""
 
@@ -38,8 +50,7 @@ class OwnGenerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            if not any(argument.name == "generator" for argument in func._schema.arguments):
-                func = getattr(func.overloadpacket, "generator", None)
+            func = with_generator(func)
             if func is None or not self.forward:
                 raise DrawnElsewhere
             self.drawn = True

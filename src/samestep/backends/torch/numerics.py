@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from samestep import portable
 from samestep.backends import numerics
@@ -51,6 +54,13 @@ def settings(gpu: bool) -> dict[str, Any]:
         return about | {"matmul": torch.get_float32_matmul_precision(), "tf32": torch.backends.cudnn.allow_tf32}
     # How float32 is multiplied. "none" takes what holds for all, which is "ieee" where nothing was said.
     return about | {k: read("cuda" if gpu else "mkldnn", k).replace("none", "ieee") for k in ("matmul", "conv", "rnn")}
+
+
+def modes_around() -> str:
+    """Modes of the caller's thread that other threads do not have, by name."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    names = [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return ", ".join(names + [f"autocast ({kind})" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)])
 
 
 def require_portable() -> None:

@@ -6,19 +6,21 @@ The trained parameters are views of one flat vector, the buffers of others, one 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from samestep.backends.base import Replica, Task
-from samestep.backends.layout import ALIGN, Tensors
-from samestep.backends.torch.bands import Bands, bands_of, watched
+from samestep.backends.lanes import Lanes
+from samestep.backends.layout import ALIGN, Numbers, Tensors, bands_of
+from samestep.backends.losses import leaves
+from samestep.backends.names import kept_among
+from samestep.backends.torch.bands import Bands, watched
 from samestep.backends.torch.fingerprint import VectorFingerprint
-from samestep.backends.torch.flat import Flat
+from samestep.backends.torch.flat import Flat, from_host, on_host
 from samestep.backends.torch.lane import Lane
 from samestep.backends.torch.noise import TorchNoise, seed_gpu
 from samestep.backends.torch.recorder import Recorder, keeps_state
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from samestep.data.feed import Batch
     from samestep.training.step import ReplicaSums
 
-Pieces = tuple[torch.Tensor, ...]
+Pieces = tuple[Tensor, ...]
 
 
 class TorchReplica(Replica):
@@ -38,32 +40,36 @@ class TorchReplica(Replica):
         self, backend: Backend, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
     ) -> None:
         super().__init__(backend, loss, device, shards)
-        self._model, self._native = model, torch.device(str(device))
+        # A loss that is a module may have parameters, which are trained as the model's are.
+        losses = {"loss": loss} if isinstance(loss, torch.nn.Module) else {}
+        self._model = whole = torch.nn.ModuleDict({"model": model} | losses)
+        self._native = torch.device(str(device))
+        self.side_by_side = device.kind == "cpu" and not any(hasattr(m, "_orig_mod") for m in model.modules())
         with torch.no_grad():
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            kept = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+            named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False)]
+            own = [(name.removeprefix("model."), tensor) for name, tensor in named]
+            trained = {name.removeprefix("model."): p for name, p in whole.named_parameters() if p.requires_grad}
+            declared = {name: t for name, t in own if not t.requires_grad and self.is_state(name)}
+            kept = kept_among(own, model.state_dict(keep_vars=True)) | declared
             known = {id(t): name for name, t in [*reversed(kept.items()), *trained.items()]}  # a tensor's one name
-            buffers: dict[torch.dtype, list[torch.Tensor]] = {}
-            for buffer in model.buffers():
-                if id(buffer) in known:
-                    buffers.setdefault(buffer.dtype, []).append(buffer)
+            state: dict[torch.dtype, list[Tensor]] = {}
+            for tensor in {id(t): t for t in [*model.buffers(), *declared.values()]}.values():
+                if id(tensor) in known:
+                    state.setdefault(tensor.dtype, []).append(tensor)
             self.weights = Flat.of(list(trained), list(trained.values()), self._native)
-            self.buffers = [Flat.of([known[id(b)] for b in group], group, self._native) for group in buffers.values()]
-            # Original tensor → ours. What is neither trained nor a kept buffer never changes: one copy serves all lanes.
-            originals = [*trained.values(), *(buffer for group in buffers.values() for buffer in group)]
-            views = [view for flat in [self.weights, *self.buffers] for view in flat.views]
+            self.state = [Flat.of([known[id(t)] for t in group], group, self._native) for group in state.values()]
+            # Original tensor → ours. What is neither trained nor state never changes: one copy serves all lanes.
+            originals = [*trained.values(), *(tensor for group in state.values() for tensor in group)]
+            views = [view for flat in [self.weights, *self.state] for view in flat.views]
             self._ours = dict(zip(map(id, originals), views, strict=True))
-            constant = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in self._ours]
+            constant = [t for t in [*whole.parameters(), *whole.buffers()] if id(t) not in self._ours]
             self._ours |= {id(t): t.detach().to(self._native, copy=True) for t in constant}
         self._constants = {known[id(t)]: self._ours[id(t)] for t in constant if id(t) in known}
-        self._known = known
-        self.names = {name: known[id(t)] for name, t in kept.items()}
-        self.layouts = [flat.layout for flat in [self.weights, *self.buffers]]
+        self.names = {name: known[id(t)] for name, t in [*kept.items(), *trained.items()]}
+        self._known, self.layouts = known, [flat.layout for flat in [self.weights, *self.state]]
         self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.weights.vector.dtype, device=self._native)
-        self._lanes: dict[int, Lane] = {}
-        self._making = threading.Lock()
-        self._noise = TorchNoise()
-        self._fingerprint = VectorFingerprint(self.vectors)
+        self.lane = Lanes(self._new_lane)
+        self._noise, self._fingerprint = TorchNoise(), VectorFingerprint(self.vectors)
         self._recorder = Recorder(capture and not keeps_state(model))
         self._bands = bands_of(self.weights.layout, self.size)
 
@@ -72,21 +78,29 @@ class TorchReplica(Replica):
         return self._bands
 
     @property
-    def vectors(self) -> list[torch.Tensor]:
-        return [self.weights.vector, *(flat.vector for flat in self.buffers)]
+    def vectors(self) -> list[Tensor]:
+        return [self.weights.vector, *(flat.vector for flat in self.state)]
 
     # One shard
 
-    def gradient(self, x: torch.Tensor, y: torch.Tensor, key: int, shard: int) -> torch.Tensor:
-        pieces, numbers = self._compute(self._lane(training=True), x, y, key, shard)
+    def gradient(self, x: Tensor, y: Tensor, key: int, shard: int) -> Tensor:
+        pieces, numbers = self._compute(self.lane(training=True), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
+
+    def inside(self, x: Tensor, y: Tensor) -> tuple[list[str], list[str]]:
+        theirs = {id(p): repr(name.removeprefix("model.")) for name, p in self._model.named_parameters()}
+        lane = self.lane(training=True)
+        loss, _ = lane.run(x, y, self.state, self.backend)
+        used = [leaf for leaf in leaves(loss.grad_fn) if isinstance(leaf, torch.nn.Parameter)]
+        ours = set(map(id, lane.parameters))
+        return [theirs.get(id(p), f"of shape {tuple(p.shape)}") for p in used if id(p) not in ours], []
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         if len(sums.bands) == 1:
             return super().tasks(batch, shards, sums)
 
         def compute(shard: int) -> None:
-            lane, span = self._lane(training=True), (shard, shard + 1)
+            lane, span = self.lane(training=True), (shard, shard + 1)
             vector = torch.empty(self.size, dtype=self.parameters.dtype, device=self._native)
             bands = Bands(self.weights.layout, sums.bands, vector, partial(sums.add, span))
             x, y = batch.shard(shard, self.device)
@@ -96,15 +110,14 @@ class TorchReplica(Replica):
         return [partial(compute, shard) for shard in shards]
 
     def _compute(
-        self, lane: Lane, x: torch.Tensor, y: torch.Tensor, key: int, shard: int, bands: Bands | None = None
-    ) -> tuple[Pieces, list[torch.Tensor]]:
+        self, lane: Lane, x: Tensor, y: Tensor, key: int, shard: int, bands: Bands | None = None
+    ) -> tuple[Pieces, list[Tensor]]:
         """The pieces of a shard's vector: gradients (unless `bands` gets them) and changes; then losses and hits."""
 
-        def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            output = lane.run(x, self.buffers)
-            return self.backend.sum_of_losses(self.loss, output, y), self.backend.hits(output, y)
+        def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            return lane.run(x, y, self.state, self.backend)
 
-        def backward(result: tuple[torch.Tensor, torch.Tensor]) -> Pieces:
+        def backward(result: tuple[Tensor, Tensor]) -> Pieces:
             loss, right = result
             with watched(lane.parameters, bands):
                 gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
@@ -113,22 +126,20 @@ class TorchReplica(Replica):
                 if bands:
                     bands.close()
                 vector = [] if bands else self._laid_out(gradients)
-                for own, start in zip(lane.buffers, self.buffers, strict=True):
+                for own, start in zip(lane.buffers, self.state, strict=True):
                     vector.append(own.change_from(start.vector).to(dtype) * len(y))
                 return (*vector, loss.detach().view(1), right.to(dtype).view(1))
 
         *pieces, loss, right = self._with_noise(x, y, key, forward, backward, record=bands is None)
-        lane.check_constants()
         before, after = self._zeros[:shard], self._zeros[: self.shards - 1 - shard]
         return tuple(pieces), [before, loss, after, before, right, after]
 
     def _with_noise(
-        self, x: torch.Tensor, y: torch.Tensor, key: int, forward: Callable[..., Any], backward: Callable[..., Pieces],
-        record: bool,
-    ) -> Pieces:  # fmt: skip
+        self, x: Tensor, y: Tensor, key: int, forward: Callable[..., Any], backward: Callable[..., Pieces], record: bool
+    ) -> Pieces:
         """backward(forward(x, y)), with noise drawn from the key; on a GPU, recorded once and replayed."""
 
-        def all_of_it(x: torch.Tensor, y: torch.Tensor) -> Pieces:
+        def all_of_it(x: Tensor, y: Tensor) -> Pieces:
             *vector, loss, right = backward(forward(x, y))
             return torch.cat(vector), loss, right
 
@@ -140,19 +151,17 @@ class TorchReplica(Replica):
             seed()
             return recorded(x, y) if recorded else backward(forward(x, y))
 
-    def _laid_out(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _laid_out(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         layout, vector = self.weights.layout, []
         for i, (gradient, gap) in enumerate(zip(gradients, layout.padding, strict=True)):
             vector += [layout.flatten(i, gradient), self._zeros[: gap.stop - gap.start]]
         return vector
 
-    def evaluate(self, x: torch.Tensor, y: torch.Tensor, key: int) -> torch.Tensor:
-        lane = self._lane(training=False)
+    def evaluate(self, x: Tensor, y: Tensor, key: int) -> Tensor:
+        lane = self.lane(training=False)
 
-        def forward() -> torch.Tensor:
-            output = lane.run(x, self.buffers)
-            loss, right = self.backend.sum_of_losses(self.loss, output, y), self.backend.hits(output, y)
-            return torch.stack([loss.double(), right.double()])
+        def forward() -> Tensor:
+            return torch.stack([number.double() for number in lane.run(x, y, self.state, self.backend)])
 
         with torch.no_grad():
             if self._native.type == "cuda":
@@ -162,17 +171,14 @@ class TorchReplica(Replica):
 
     # The update
 
-    def assign(self, parameters: torch.Tensor) -> None:
+    def assign(self, parameters: Tensor) -> None:
         self.parameters.copy_(parameters)
 
-    def advance(self, total: torch.Tensor, examples: int) -> None:
-        start = self.weights.layout.size
-        for flat in self.buffers:
-            flat.move(total[start : start + flat.layout.size] / examples)
-            start += flat.layout.size
-
-    def fingerprint(self) -> torch.Tensor:
+    def fingerprint(self) -> Tensor:
         return self._fingerprint()
+
+    def digest(self, vector: Tensor) -> Numbers:
+        return self.backend.get(VectorFingerprint([vector])())
 
     def leaves(self) -> dict[int, torch.nn.Parameter]:
         """The user's trained parameters, by id → parameters that are views of this replica's vector."""
@@ -186,46 +192,39 @@ class TorchReplica(Replica):
     # By name
 
     def constants(self) -> Tensors:
-        return {name: tensor.cpu().numpy() for name, tensor in self._constants.items()}
+        return {name: on_host(tensor) for name, tensor in self._constants.items()}
 
     def take_constants(self, tensors: Tensors) -> None:
         for name, tensor in self._constants.items():
-            tensor.copy_(torch.from_numpy(np.array(tensors[name])))
+            tensor.copy_(from_host(tensors[name], tensor))
 
-    def replace(self, vectors: Sequence[torch.Tensor]) -> None:
+    def replace(self, vectors: Sequence[Tensor]) -> None:
         for own, new in zip(self.vectors, vectors, strict=True):
             own.copy_(new)
 
     def model_of(self, tensors: Tensors) -> torch.nn.Module:
         with torch.no_grad():
-            named = {name: torch.from_numpy(np.array(array)).to(self._native) for name, array in tensors.items()}
             return self._copy({
-                key: named[self._known[key]] if self._known.get(key) in named else ours.clone()
+                key: from_host(tensors[self._known[key]], ours) if self._known.get(key) in tensors else ours.clone()
                 for key, ours in self._ours.items()
-            })  # fmt: skip
+            })["model"]  # fmt: skip
 
     # Lanes
 
-    def _lane(self, training: bool) -> Lane:
-        thread = threading.get_ident()
-        lane = self._lanes.get(thread)
-        if lane is None:
-            with self._making, torch.no_grad():
-                lane = self._lanes[thread] = self._new_lane()
-        lane.train(training)
-        return lane
-
+    @torch.no_grad()
     def _new_lane(self) -> Lane:
-        buffers = [flat.twin() for flat in self.buffers]
-        own = {id(view): twin for flat, new in zip(self.buffers, buffers, strict=True)
+        buffers = [flat.twin() for flat in self.state]
+        own = {id(view): twin for flat, new in zip(self.state, buffers, strict=True)
                for view, twin in zip(flat.views, new.views, strict=True)}  # fmt: skip
         module = self._copy({key: own.get(id(ours), ours) for key, ours in self._ours.items()})
-        if not self._model.training:
-            module.train()
-        return Lane.of(module, buffers)
+        for part in module.values():
+            if not part.training:
+                part.train()
+        named = [*module.named_parameters(), *module.named_buffers()]
+        return Lane(module, self.loss, buffers, {name.removeprefix("model."): tensor for name, tensor in named})
 
-    def _copy(self, tensors: dict[int, torch.Tensor]) -> torch.nn.Module:
-        """A copy of the user's module with the given tensors instead of its own."""
+    def _copy(self, tensors: dict[int, Tensor]) -> torch.nn.ModuleDict:
+        """A copy of the user's modules with the given tensors instead of their own."""
         memo: dict[int, Any] = {}
         for p in self._model.parameters():
             memo[id(p)] = torch.nn.Parameter(tensors[id(p)], requires_grad=p.requires_grad)
@@ -234,5 +233,5 @@ class TorchReplica(Replica):
         return copy.deepcopy(self._model, memo)
 
     def release(self) -> None:
-        self._lanes.clear()
+        self.lane.clear()
         self._recorder = Recorder(wanted=False)

@@ -1,4 +1,4 @@
-"""The rates of a PyTorch scheduler as a list."""
+"""What a PyTorch scheduler sets at every update: the rate, and for some the momentum too."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.checks import show, whole
 from samestep.errors import Invalid, WrongType
 
+Moved = list[list[dict[str, Any]]]  # by update and group: the settings beside the rate that the scheduler moves
+
 
 def read(scheduler: LRScheduler, n: int) -> list[float]:
     """The rates of the next n updates under any PyTorch scheduler; the scheduler and its optimizer stay as they are.
@@ -21,23 +23,39 @@ def read(scheduler: LRScheduler, n: int) -> list[float]:
     >>> read(torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5), 4)
     [0.5, 0.5, 0.25, 0.25]
     """
+    rates, moved = read_all(scheduler, n)
+    if moved:
+        raise Invalid(
+            f"{type(scheduler).__name__} moves {', '.join(sorted(moved[0][0]))} as well as the rate, which only an optimizer "
+            "of torch.optim follows: pass the scheduler's as optimizer, or cycle_momentum=False to the scheduler"
+        )
+    return rates
+
+
+def read_all(scheduler: LRScheduler, n: int) -> tuple[list[float], Moved]:
+    """The rates of the next n updates, and what else the scheduler moves."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise Invalid("read: ReduceLROnPlateau follows a metric, not the number of updates: use samestep.Plateau")
     if not isinstance(scheduler, LRScheduler):
         raise WrongType(f"read: scheduler must be a torch.optim.lr_scheduler.LRScheduler, got {show(scheduler)}")
-    n = whole("read", "n", n)
-    optimizer = scheduler.optimizer
+    n, optimizer = whole("read", "n", n), scheduler.optimizer
     # The copy shares the weights and leaves out the momenta: it is never asked to update anything.
     memo: dict[int, Any] = {id(weight): weight for group in optimizer.param_groups for weight in group["params"]}
     memo[id(optimizer.state)] = defaultdict(dict)
     twin = copy.deepcopy(scheduler, memo)
-    rates: list[float] = []
+    rates, settings = list[float](), list[list[dict[str, Any]]]()
     with warnings.catch_warnings(action="ignore"):  # that no update is made between the steps
         for t in range(n):
-            if t:
-                twin.step()
-            now = {float(group["lr"]) for group in twin.optimizer.param_groups}
+            try:
+                if t:
+                    twin.step()
+            except ValueError as error:
+                raise Invalid(f"{type(scheduler).__name__} ends before {n} updates: {error}") from error
+            settings.append([{**group, "params": None} for group in twin.optimizer.param_groups])
+            now = {float(group["lr"]) for group in settings[-1]}
             if len(now) > 1:
                 raise Invalid(f"read: all parameter groups must have one rate, got {sorted(now)} at update {t}")
             rates.append(now.pop())
-    return rates
+    changes = (zip(groups, settings[0], strict=True) for groups in settings)
+    names = {name for pairs in changes for now, first in pairs for name in now if now[name] != first.get(name)} - {"lr"}
+    return rates, [[{k: group[k] for k in names & group.keys()} for group in now] for now in settings if names]

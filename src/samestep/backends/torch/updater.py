@@ -6,26 +6,25 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
-from samestep.backends.base import NativeUpdater
+from samestep.backends.keeping import KeepingUpdater
 from samestep.backends.torch.replica import TorchReplica
+from samestep.backends.torch.scheduler import Moved, read_all
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
-NUMBER = "#"  # at the end of a name: a plain number, not a tensor
 Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-class TorchUpdater(NativeUpdater):
+class TorchUpdater(KeepingUpdater):
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
     def __init__(self, given: Factory | torch.optim.Optimizer, replica: TorchReplica, clip: float) -> None:
         super().__init__(replica, clip)
-        ours = replica.leaves()
+        ours, frozen = replica.leaves(), replica.frozen()
         if isinstance(given, torch.optim.Optimizer):
-            self.optimizer = _copied(given, ours | replica.frozen())
+            self.optimizer = _copied(given, ours | frozen)
         elif callable(given):
             made = given(list(ours.values()))
             if not isinstance(made, torch.optim.Optimizer):
@@ -39,7 +38,7 @@ class TorchUpdater(NativeUpdater):
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise WrongType(
-                "LBFGS computes the loss several times in one update, which the Trainer does not: use another"
+                "LBFGS computes the loss several times in an update, which the Trainer does not: use another"
             )
         rates = {float(group["lr"]) for group in self.optimizer.param_groups}
         if len(rates) > 1:
@@ -49,79 +48,57 @@ class TorchUpdater(NativeUpdater):
             )
         self._rate = rates.pop()
         self._leaves = list(ours.values())
+        named = dict(zip(replica.layouts[0].names, self._leaves, strict=True))
+        named |= {f"frozen.{i}": p for i, p in enumerate(frozen.values())}
+        began = self.keep(lambda: self.optimizer, torch.optim.Optimizer, named)
+        slots = {name: array for name, array in began.items() if name.startswith("state.")}
+        self._past = f", state={of_weights(slots)[:16]}" if slots else ""  # momenta that it came with
 
     def __repr__(self) -> str:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        state = self.optimizer.state_dict()["state"]
-        slots = {f"{i}.{name}": np.asarray(torch.as_tensor(slot).cpu())
-                 for i, slots in state.items() for name, slot in slots.items() if slot is not None}  # fmt: skip
-        past = f", state={of_weights(slots)[:16]}" if slots else ""  # momenta that it came with
-        return f"torch.optim.{type(self.optimizer).__name__}({groups}{past})"
+        return f"torch.optim.{type(self.optimizer).__name__}({groups}{self._past})"
 
     def rate(self) -> float:
         """The rate that the optimizer came with."""
         return self._rate
 
+    def read(self, scheduler: Any, n: int) -> tuple[list[float], Moved]:
+        rates, moved = read_all(scheduler, n)
+        ours = self.optimizer.param_groups
+        for theirs in moved[:1]:
+            if len(theirs) != len(ours) or any(name not in ours[i] for i, group in enumerate(theirs) for name in group):
+                raise Invalid(
+                    f"{type(scheduler).__name__} moves {', '.join(sorted(theirs[0]))} of another optimizer than the one that "
+                    f"trains ({type(self.optimizer).__name__}), which has other groups or settings: make both from one"
+                )
+        return rates, moved
+
     def apply(self, gradient: torch.Tensor, lr: float, t: int) -> None:
         for parameter, view in zip(self._leaves, self.replica.layouts[0].cut(gradient), strict=True):
             parameter.grad = view
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for i, group in enumerate(self.optimizer.param_groups):
+            group.update(self.moved[t][i] if self.moved else {}, lr=lr)
         self.optimizer.step()
-
-    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
-        found: dict[str, np.ndarray[Any, Any]] = {}
-        for i, slots in self.optimizer.state_dict()["state"].items():
-            for name, slot in slots.items():
-                if isinstance(slot, torch.Tensor):
-                    found[f"{i}.{name}"] = slot.detach().cpu().numpy()
-                elif isinstance(slot, (bool, int, float)):
-                    found[f"{i}.{name}{NUMBER}"] = np.asarray(slot)
-                elif slot is not None:
-                    raise WrongType(
-                        f"the optimizer keeps a {type(slot).__name__} ({name}), which a checkpoint cannot hold: "
-                        "pass checkpoint_every=None, or another optimizer"
-                    )
-        for i, group in enumerate(self.optimizer.param_groups):  # some optimizers count there
-            found |= {f"group.{i}.{name}{NUMBER}": np.asarray(value) for name, value in group.items()
-                      if name != "lr" and isinstance(value, (bool, int, float))}  # fmt: skip
-        return found
-
-    def load(self, tensors: dict[str, np.ndarray[Any, Any]]) -> None:
-        whole = self.optimizer.state_dict()
-        state: dict[int, dict[str, Any]] = {}
-        for key, array in tensors.items():
-            i, _, name = key.partition(".")
-            value = array.item() if name.endswith(NUMBER) else torch.from_numpy(array.copy())
-            name = name.removesuffix(NUMBER)
-            if i == "group":
-                i, _, name = name.partition(".")
-                whole["param_groups"][int(i)][name] = value
-            else:
-                state.setdefault(int(i), {})[name] = value
-        self.optimizer.load_state_dict({**whole, "state": state})
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for number, slots in state.items():  # torch gave them the weights' type, and the memory order of the file
-            like, held = parameters[number].detach(), self.optimizer.state[parameters[number]]
-            for name, slot in slots.items():
-                if isinstance(slot, torch.Tensor):
-                    shaped = like if slot.shape == like.shape else slot
-                    held[name] = torch.empty_like(shaped, dtype=slot.dtype, device=held[name].device).copy_(slot)
 
 
 def _copied(given: torch.optim.Optimizer, ours: dict[int, torch.nn.Parameter]) -> torch.optim.Optimizer:
     """A copy of the user's optimizer with our parameters instead of the model's."""
     _check_parameters(given, ours)
-    if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
+    if any(getattr(given, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         raise Invalid(
             "the optimizer has hooks, which a replica's copy of it would not have: pass a function that makes the "
             "optimizer from parameters and adds them"
         )
-    memo: dict[int, Any] = dict(ours)
-    twin = copy.deepcopy(given, memo)
-    for name, value in vars(given).items():  # torch copies its own three attributes; a subclass may need the others
-        if name not in vars(twin) and name != "step":  # a scheduler puts its counting `step` there
-            setattr(twin, name, copy.deepcopy(value, memo))
+    return _twin(given, dict(ours))
+
+
+def _twin(given: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy with all attributes, also of optimizers inside it: torch's own copies have three of them."""
+    twin = memo[id(given)] = object.__new__(type(given))
+    for name, value in vars(given).items():
+        copied = _twin if isinstance(value, torch.optim.Optimizer) and id(value) not in memo else copy.deepcopy
+        if name != "step":  # a scheduler puts its counting `step` there
+            vars(twin)[name] = copied(value, memo)
     return twin
 
 

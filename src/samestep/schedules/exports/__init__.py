@@ -7,21 +7,13 @@ Only the file of a framework imports it; `Exports` gives every schedule the meth
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from samestep.errors import BackendMissing
+from samestep.backends import find
 
 
 def _file(name: str) -> Any:
-    try:
-        return importlib.import_module(f"samestep.schedules.exports.{name}")
-    except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package == "samestep":
-            raise
-        extra = {"optax": "jax", "keras": "tensorflow"}.get(name, name)
-        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{extra}]'") from error
+    return find.imported(f"samestep.schedules.exports.{name}", find.ALSO.get(name, name))
 
 
 class Exports:

@@ -14,7 +14,6 @@ import fcntl
 import gzip
 import hashlib
 import http.client
-import math
 import os
 import shutil
 import ssl
@@ -36,8 +35,6 @@ from numpy.typing import NDArray
 
 from samestep.data.examples import Data
 from samestep.errors import DataUnavailable
-
-__all__ = ["FileStatus", "fashion_mnist", "load", "locate", "read_idx", "status"]
 
 # name: (bytes, SHA-256), both of the decompressed content
 FILES: dict[str, tuple[int, str]] = {
@@ -61,7 +58,6 @@ ELSEWHERE = "set SAMESTEP_DATA to a folder with the four files"
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
 
 Split = tuple[NDArray[np.float32], NDArray[np.int64]]
-State = Literal["ok", "damaged", "missing"]
 Advance = Callable[[int, int | None], None]  # (bytes so far, bytes in all if known)
 
 
@@ -71,14 +67,13 @@ class FileStatus:
 
     name: str
     path: Path | None
-    state: State
+    state: Literal["ok", "damaged", "missing"]
     bytes: int
 
 
 def fashion_mnist() -> Data:
     """Fashion-MNIST: 60,000 images of clothes to train on and 10,000 to test on, 28 x 28, in 10 classes."""
-    train, test = load()
-    return Data(train=train, test=test)
+    return Data(*load())
 
 
 def load() -> tuple[Split, Split]:
@@ -89,21 +84,13 @@ def load() -> tuple[Split, Split]:
     files = _contents()
 
     def split(kind: str) -> Split:
-        images_path, images_bytes = files[f"{kind}-images-idx3-ubyte.gz"]
-        labels_path, labels_bytes = files[f"{kind}-labels-idx1-ubyte.gz"]
-        images = read_idx(images_bytes, images_path, (28, 28))
-        labels = read_idx(labels_bytes, labels_path, ())
-        if len(images) != len(labels):
-            raise _damaged(labels_path, f"{len(labels)} labels for {len(images)} images")
+        # The idx format: a header, which is known where the hash holds, then the bytes of all items.
+        images = np.frombuffer(files[f"{kind}-images-idx3-ubyte.gz"][1], np.uint8, offset=16)
+        labels = np.frombuffer(files[f"{kind}-labels-idx1-ubyte.gz"][1], np.uint8, offset=8)
         # divided as float32: no float64 in between, which would round twice
         return np.divide(images, 255, dtype=np.float32).reshape(-1, 1, 28, 28), labels.astype(np.int64)
 
     return split("train"), split("t10k")
-
-
-def locate() -> dict[str, Path]:
-    """The path of each of the four files, found or fetched, its content verified."""
-    return {name: path for name, (path, _) in _contents().items()}
 
 
 def status() -> list[FileStatus]:
@@ -112,29 +99,10 @@ def status() -> list[FileStatus]:
     for name in FILES:
         path = _find(name)
         try:
-            state: State = "ok" if path and _read(path, name) else "missing"
+            found.append(FileStatus(name, path, "ok" if path and _read(path, name) else "missing", _size(path)))
         except DataUnavailable:
-            state = "damaged"
-        found.append(FileStatus(name, path, state, _size(path) if path else 0))
+            found.append(FileStatus(name, path, "damaged", _size(path)))
     return found
-
-
-def read_idx(content: bytes, source: Path, item: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The array in an idx file of bytes, of shape (n, *item); `source` is named in errors.
-
-    >>> read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), Path("labels"), ())
-    array([7, 9], dtype=uint8)
-    """
-    start = 4 * (2 + len(item))
-    magic = bytes([0, 0, 8, 1 + len(item)])  # 0, 0, type (8: unsigned byte), number of dimensions
-    if content[:4] != magic or len(content) < start:
-        raise _damaged(source, f"no idx header {magic.hex()} of {start} bytes, but {content[:start].hex()}")
-    shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
-    if shape[1:] != item:
-        raise _damaged(source, f"items of shape {shape[1:]}, not {item}")
-    if len(content) - start != math.prod(shape):
-        raise _damaged(source, f"{len(content) - start} bytes after a header for {math.prod(shape)}")
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def _folders() -> list[Path]:
@@ -263,8 +231,7 @@ def _take_from_debian(missing: list[str], folder: Path) -> None:
             f'Dir::State "{root}/state"; Dir::State::lists "lists"; Dir::State::status "/var/lib/dpkg/status";\n'
             f'Dir::Cache "{root}/cache"; Acquire::Languages "none";\n'
             f'Acquire::http::Timeout "{TIMEOUT:.0f}"; Acquire::https::Timeout "{TIMEOUT:.0f}";\n'
-            "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n"
-            "#clear APT::Update::Post-Invoke-Success;\n"
+            "#clear APT::Update::Pre-Invoke;\n#clear APT::Update::Post-Invoke;\n#clear APT::Update::Post-Invoke-Success;\n"
         )
         apt = ["apt-get", "-qq", "-c", f"{root}/apt.conf"]
         _run([*apt, "update"], root, check=False)  # any unreachable source fails it; the next line tells
@@ -300,8 +267,8 @@ def _settle(part: Path, name: str) -> bool:
     return True
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _size(path: Path | None) -> int:
+    return path.stat().st_size if path and path.exists() else 0
 
 
 def _one_line(error: Exception) -> str:
@@ -312,13 +279,11 @@ def _one_line(error: Exception) -> str:
 @contextmanager
 def _progress(label: str) -> Iterator[Advance]:
     """A progress bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
     from rich.console import Console  # here: most runs download nothing
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True, quiet=not sys.stderr.isatty())
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=None)  # total unknown: the bar pulses
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from samestep.data import fashion
+from samestep.d2l import fashion
 from samestep.errors import DataUnavailable
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = NAMES = (
@@ -50,6 +50,11 @@ ARRAYS[TRAIN_IMAGES][0, 0, :2] = 0, 255
 PLAIN = {name: idx(array) for name, array in ARRAYS.items()}
 PACKED = {name: gzip.compress(content, mtime=1) for name, content in PLAIN.items()}
 TABLE = {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in PLAIN.items()}
+
+
+def locate() -> dict[str, Path]:
+    """The path of each of the four files, found or fetched, its content verified."""
+    return {name: path for name, (path, _) in fashion._contents().items()}
 
 
 @pytest.fixture(autouse=True)
@@ -200,34 +205,6 @@ def test_the_real_table_has_the_sizes_of_60000_and_10000_items(monkeypatch: pyte
     assert list(fashion.FILES) == list(NAMES)
 
 
-# --- the idx format
-
-
-@pytest.mark.parametrize(
-    ("content", "part"),
-    [
-        (b"", "no idx header 00000803 of 16 bytes"),
-        (b"\0\0\x08\x01" + bytes(20), "but 00000801"),  # labels where images are asked for
-        (b"\0\0\x0d\x03" + bytes(20), "but 00000d03"),  # floats, not bytes
-        (PLAIN[TEST_IMAGES][:15], "no idx header 00000803 of 16 bytes"),
-        (idx(np.zeros((2, 28, 27), np.uint8)), "items of shape (28, 27), not (28, 28)"),
-        (PLAIN[TEST_IMAGES][:-1], "3135 bytes after a header for 3136"),
-        (PLAIN[TEST_IMAGES] + b"\0", "3137 bytes after a header for 3136"),
-    ],
-)
-def test_a_false_idx_file_is_named(content: bytes, part: str) -> None:
-    text = message(lambda: fashion.read_idx(content, Path("/x/images"), (28, 28)))
-    assert text.startswith("/x/images is damaged (")
-    assert part in text
-
-
-def test_as_many_labels_as_images(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    labels = idx(np.zeros(5, np.uint8))
-    monkeypatch.setitem(TABLE, TRAIN_LABELS, (len(labels), hashlib.sha256(labels).hexdigest()))
-    put(cache, {**PACKED, TRAIN_LABELS: labels})
-    assert f"{cache / TRAIN_LABELS} is damaged (5 labels for 6 images)" in message(fashion.load)
-
-
 # --- where files are looked for
 
 
@@ -235,9 +212,9 @@ def test_samestep_data_comes_first_then_cache_then_debian(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
 ) -> None:
     debian = put(tmp_path / "debian", PACKED)
-    assert fashion.locate() == {name: debian / name for name in NAMES}
+    assert locate() == {name: debian / name for name in NAMES}
     put(cache, {TEST_IMAGES: PACKED[TEST_IMAGES], TEST_LABELS: PACKED[TEST_LABELS]})
-    assert {name: path.parent for name, path in fashion.locate().items()} == {
+    assert {name: path.parent for name, path in locate().items()} == {
         TRAIN_IMAGES: debian,
         TRAIN_LABELS: debian,
         TEST_IMAGES: cache,
@@ -245,7 +222,7 @@ def test_samestep_data_comes_first_then_cache_then_debian(
     }
     mine = put(tmp_path / "mine", PACKED)
     monkeypatch.setenv("SAMESTEP_DATA", str(mine))
-    assert fashion.locate() == {name: mine / name for name in NAMES}
+    assert locate() == {name: mine / name for name in NAMES}
 
 
 def test_plain_files_and_plain_content_under_the_gz_name_are_taken(
@@ -255,7 +232,7 @@ def test_plain_files_and_plain_content_under_the_gz_name_are_taken(
     del files["t10k-labels-idx1-ubyte"]
     mine = put(tmp_path / "mine", {**files, TEST_LABELS: PLAIN[TEST_LABELS]})
     monkeypatch.setenv("SAMESTEP_DATA", str(mine))
-    assert fashion.locate()[TRAIN_IMAGES] == mine / "train-images-idx3-ubyte"
+    assert locate()[TRAIN_IMAGES] == mine / "train-images-idx3-ubyte"
     assert fashion.load()[1][1].tolist() == ARRAYS[TEST_LABELS].tolist()
 
 
@@ -266,7 +243,7 @@ def test_the_home_folder_is_used_without_a_valid_xdg_cache_home(
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert fashion.locate() == {name: home / name for name in NAMES}
+        assert locate() == {name: home / name for name in NAMES}
 
 
 # --- damage
@@ -324,7 +301,7 @@ def test_status_tells_and_never_downloads(cache: Path, mirror: Mirror) -> None:
 
 
 def test_files_are_downloaded_once_and_quietly(cache: Path, mirror: Mirror, capfd: pytest.CaptureFixture[str]) -> None:
-    assert fashion.locate() == {name: cache / name for name in NAMES}
+    assert locate() == {name: cache / name for name in NAMES}
     fashion.load()
     assert mirror.requests == [(name, None, len(PACKED[name])) for name in NAMES]
     assert {name: (cache / name).read_bytes() for name in names_in(cache)} == PACKED
@@ -340,7 +317,7 @@ def test_a_terminal_gets_a_progress_bar(monkeypatch: pytest.MonkeyPatch, mirror:
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    fashion.locate()
+    locate()
     assert all(name in terminal.getvalue() for name in NAMES)
 
 
@@ -350,14 +327,14 @@ def test_only_what_is_missing_is_downloaded_and_into_samestep_data(
     put(cache, {TRAIN_IMAGES: PACKED[TRAIN_IMAGES]})
     mine = tmp_path / "new" / "mine"
     monkeypatch.setenv("SAMESTEP_DATA", str(mine))
-    assert fashion.locate()[TRAIN_IMAGES] == cache / TRAIN_IMAGES
+    assert locate()[TRAIN_IMAGES] == cache / TRAIN_IMAGES
     assert names_in(mine) == set(NAMES[1:])
     assert [name for name, *_ in mirror.requests] == list(NAMES[1:])
 
 
 def test_a_cut_download_is_resumed_where_it_ended(cache: Path, mirror: Mirror) -> None:
     mirror.cut_at = 1000
-    fashion.locate()
+    locate()
     size = len(PACKED[TRAIN_IMAGES])
     assert mirror.requests[:2] == [(TRAIN_IMAGES, None, 1000), (TRAIN_IMAGES, "bytes=1000-", size - 1000)]
     assert (cache / TRAIN_IMAGES).read_bytes() == PACKED[TRAIN_IMAGES]
@@ -367,7 +344,7 @@ def test_a_cut_download_is_resumed_where_it_ended(cache: Path, mirror: Mirror) -
 def test_a_server_without_ranges_sends_everything_again(cache: Path, mirror: Mirror) -> None:
     mirror.cut_at = 1000
     mirror.ranges = False
-    fashion.locate()
+    locate()
     assert mirror.requests == [
         (TRAIN_IMAGES, None, 1000),
         (TRAIN_IMAGES, "bytes=1000-", len(PACKED[TRAIN_IMAGES])),
@@ -381,7 +358,7 @@ def test_a_mirror_that_keeps_cutting_is_left_for_the_next_which_resumes(
 ) -> None:
     mirror.cut_at, mirror.cut_always = 100, True
     second = new_mirror()
-    fashion.locate()
+    locate()
     tries = fashion.TRIES
     ranges = [None, *(f"bytes={100 * n}-" for n in range(1, tries))]
     assert mirror.requests == [(TRAIN_IMAGES, asked, 100) for asked in ranges]  # and not asked for the other files
@@ -391,14 +368,14 @@ def test_a_mirror_that_keeps_cutting_is_left_for_the_next_which_resumes(
 
 def test_a_cut_without_a_content_length_is_not_taken_for_the_end(cache: Path, mirror: Mirror) -> None:
     mirror.cut_at, mirror.cut_always, mirror.lengths = 1000, True, False
-    assert "SHA-256 does not match" in message(fashion.locate)
+    assert "SHA-256 does not match" in message(locate)
     assert names_in(cache) == set()
 
 
 def test_a_wrong_hash_goes_to_the_next_mirror(cache: Path, mirror: Mirror, new_mirror: Callable[[], Mirror]) -> None:
     second = new_mirror()
     mirror.files[TRAIN_IMAGES] = PACKED[TEST_IMAGES]
-    fashion.locate()
+    locate()
     assert mirror.requests == [(TRAIN_IMAGES, None, len(PACKED[TEST_IMAGES]))]
     assert second.requests == [(name, None, len(PACKED[name])) for name in NAMES]  # None: the false bytes were deleted
     assert {name: (cache / name).read_bytes() for name in names_in(cache)} == PACKED
@@ -407,7 +384,7 @@ def test_a_wrong_hash_goes_to_the_next_mirror(cache: Path, mirror: Mirror, new_m
 @pytest.mark.parametrize("left", [b"x" * 50, b"x" * 100_000, PACKED[TEST_IMAGES]], ids=["short", "long", "other"])
 def test_a_false_leftover_is_thrown_away(cache: Path, mirror: Mirror, left: bytes) -> None:
     put(cache, {f"{TRAIN_IMAGES}.part": left})
-    fashion.locate()
+    locate()
     assert [(name, asked) for name, asked, _ in mirror.requests[:2]] == [
         (TRAIN_IMAGES, f"bytes={len(left)}-"),
         (TRAIN_IMAGES, None),
@@ -418,7 +395,7 @@ def test_a_false_leftover_is_thrown_away(cache: Path, mirror: Mirror, left: byte
 def test_a_whole_leftover_needs_no_second_download(cache: Path, mirror: Mirror) -> None:
     size = len(PACKED[TRAIN_IMAGES])
     put(cache, {f"{TRAIN_IMAGES}.part": PACKED[TRAIN_IMAGES]})  # ended between the last byte and the rename
-    fashion.locate()
+    locate()
     assert mirror.requests[:2] == [(TRAIN_IMAGES, f"bytes={size}-", 0), (TRAIN_LABELS, None, len(PACKED[TRAIN_LABELS]))]
 
 
@@ -455,14 +432,14 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 # Tells when it is about to wait for the lock, then fetches as any program would.
 FETCHER = """
 import fcntl, json, sys
-from samestep.data import fashion
+from samestep.d2l import fashion
 fashion.FILES, fashion.MIRRORS = json.loads(sys.argv[1]), [sys.argv[2]]
 flock = fcntl.flock
 def telling(*args):
     print("at the lock", flush=True)
     flock(*args)
 fcntl.flock = telling
-print(len(fashion.locate()), flush=True)
+print(len(fashion._contents()), flush=True)
 """
 
 
@@ -522,7 +499,7 @@ def test_debians_package_is_unpacked_when_no_mirror_answers(
 ) -> None:
     del mirror.files[TEST_IMAGES]  # two files come from the mirror, two from Debian
     monkeypatch.setattr(fashion, "MIRRORS", (dead_url, mirror.url))
-    assert fashion.locate() == {name: cache / name for name in NAMES}
+    assert locate() == {name: cache / name for name in NAMES}
     assert {name: (cache / name).read_bytes() for name in names_in(cache)} == PACKED
     temporary = (apt / "cwd").read_text().strip()
     assert (apt / "log").read_text().splitlines() == [
@@ -538,9 +515,19 @@ def test_debians_package_is_unpacked_when_no_mirror_answers(
 
 def test_a_package_that_apt_cannot_find_is_told_in_one_line(apt: Path, cache: Path) -> None:
     (apt / "offline").touch()
-    text = message(fashion.locate)
+    text = message(locate)
     assert "tried Debian's package: apt-get: E: Unable to locate package dataset-fashion-mnist)" in text
     assert names_in(cache) == set()
+
+
+@pytest.mark.parametrize("missing", ["apt-get", "dpkg-deb"])
+def test_one_of_debians_two_commands_is_not_enough(
+    missing: str, apt: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(apt))  # not those of this machine
+    (apt / missing).unlink()
+    assert "Debian's package: no apt-get and dpkg-deb here" in message(locate)
+    assert not (apt / "log").exists()
 
 
 @pytest.mark.parametrize(
@@ -551,7 +538,7 @@ def test_a_package_with_other_files_is_refused(apt: Path, cache: Path, content: 
     file.unlink()
     if content:
         file.write_bytes(content)
-    text = message(fashion.locate)
+    text = message(locate)
     assert "Debian's package: " in text
     assert why in text
     assert names_in(cache) == {TRAIN_IMAGES}  # the one that was right

@@ -1,0 +1,62 @@
+"""rehearsal: what differs is named, wherever it lies in what a shard gives. What is found at all is in tests/conformance."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import samestep as ss
+from samestep.errors import NotRepeatable
+
+X = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
+Y = np.random.default_rng(1).integers(0, 3, 12)
+
+
+class Net(nn.Module):
+    """Draws from Python's random numbers in one place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.first, self.middle, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.register_buffer("steady", torch.zeros(3))
+        self.register_buffer("drawn", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.where == "loss":
+            x = x * random.random()
+        for name, layer in (("first", self.first), ("middle", self.middle)):
+            weight = layer.weight * 1
+            if self.where == name and weight.requires_grad:
+                weight.register_hook(lambda gradient: gradient * random.random())  # type: ignore[no-untyped-call]
+            x = nn.functional.linear(x, weight, layer.bias)
+        if self.where == "drawn":
+            self.get_buffer("drawn").fill_(random.random())
+        return self.last(x)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("loss", "the loss"),
+        ("first", "the gradient of 'first.weight'"),
+        ("middle", "the gradient of 'middle.weight'"),
+        ("drawn", "the change of 'drawn'"),
+    ],
+)
+def test_what_differs_is_named(where: str, name: str, devices: int) -> None:
+    trainer = ss.Trainer(1, 12, shards=3, devices=["cpu"] * devices, progress=False)
+    with pytest.raises(
+        NotRepeatable, match=rf"^shard \d was computed twice before step 0, .*: {name} is not the same; only"
+    ):
+        trainer.fit(Net(where), (X, Y))
+
+
+def test_where_nothing_is_drawn_nothing_differs() -> None:
+    ss.Trainer(1, 12, shards=3, devices=2, progress=False).fit(Net("nowhere"), (X, Y))

@@ -758,10 +758,10 @@ TAKEN = {
     "named_scope": lambda: jax.named_scope("a"),
 }
 STOPPED = {
-    "mesh context": lambda: jax.sharding.Mesh(np.array(jax.devices("cpu")), ("x",)),
-    "abstract_mesh context": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))),
-    "compute_on context": lambda: compute_on("device_host"),
-    "xla_metadata context": lambda: set_xla_metadata(a="b"),
+    "mesh_context": lambda: jax.sharding.Mesh(np.array(jax.devices("cpu")), ("x",)),
+    "set_mesh": lambda: jax.set_mesh(jax.make_mesh((1,), ("x",))),
+    "compute_on_context": lambda: compute_on("device_host"),
+    "xla_metadata_context": lambda: set_xla_metadata(a="b"),
     "jax_transfer_guard_host_to_device=disallow": lambda: jax.transfer_guard("disallow"),
     "jax_transfer_guard_device_to_host=disallow": lambda: jax.transfer_guard_device_to_host("disallow"),
     "jax_no_tracing=True": lambda: option("jax_no_tracing", True),

@@ -22,9 +22,10 @@ from torch.optim import lr_scheduler
 
 import samestep as ss
 from samestep import draws
+from samestep.backends.find import load
 from samestep.backends.torch import recorder
 from samestep.backends.torch.recorder import Recorder, keeps_state
-from samestep.backends.torch.updater import TorchUpdater
+from samestep.backends.torch.updater import TorchUpdater, _copied
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import swa
@@ -428,7 +429,7 @@ def two_rates(parameters):
         (lambda parameters: parameters, WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got list"),
         (lambda parameters: ss.sgd(), WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got SGD"),
         (torch.optim.LBFGS, WrongType,
-         "LBFGS computes the loss several times in an update, which the Trainer does not: use another"),
+         "LBFGS computes the loss several times in an update, which a fit does not: use another"),
         (two_rates, Invalid, DIFFERENT),
         (lambda parameters: torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
     ],
@@ -454,7 +455,7 @@ def test_optimizers_that_cannot_be_used(schedule):
         (torch.optim.SGD([*mine, nn.Parameter(torch.zeros(1))]), Invalid, FOREIGN),
         (two_rates(mine), Invalid, DIFFERENT),
         (torch.optim.LBFGS(mine), WrongType, "LBFGS computes the loss several times in an update, "
-         "which the Trainer does not: use another"),
+         "which a fit does not: use another"),
         (torch.optim.lr_scheduler.StepLR(torch.optim.SGD(mine), 2), WrongType,
          "optimizer must be a torch.optim.Optimizer, or a function that makes one from parameters, got StepLR"),
         (hooked, Invalid, "the optimizer has hooks, which a replica's copy of it would not have: pass a function that "
@@ -464,6 +465,25 @@ def test_optimizers_that_cannot_be_used(schedule):
             trainer(optimizer=optimizer, schedule=schedule).fit(model, numbers())
         assert type(caught.value) is kind
         assert str(caught.value) == message
+
+
+def test_the_state_of_an_optimizer_goes_where_the_weights_are():
+    """As on a GPU, whose replicas get copies of an optimizer that was made on the CPU."""
+    model = net()
+    elsewhere = {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()}
+    slots = _copied(torch.optim.Adagrad(model.parameters()), elsewhere).state.values()
+    assert [(str(s["sum"].device), str(s["step"].device)) for s in slots] == [("meta", "cpu")] * len(elsewhere)
+
+
+def test_tensors_on_two_devices_are_one_line():
+    """What PyTorch says on a GPU when a closure holds the user's own layer, which is on the CPU."""
+    said = (
+        "Expected all tensors to be on the same device, but got mat1 is on cuda:0, different from other tensors on cpu"
+    )
+    error = load("torch").explain(RuntimeError(said))
+    assert str(error).startswith("the model mixes devices, as by a closure that holds a layer")
+    assert said in str(error)
+    assert load("torch").explain(RuntimeError("something else")) is None
 
 
 def test_a_function_of_samesteps_that_was_not_called():

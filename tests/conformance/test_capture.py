@@ -116,7 +116,9 @@ class Counts(torch.nn.Module):
 
 def test_a_recording_with_other_bits_costs_a_warning():
     with pytest.warns(UserWarning, match="not recorded on the GPU.*depends on more than its arguments"):
-        ss.Trainer(max_epochs=1, batch_size=50, devices="cuda", progress=False).fit(Counts(), suite.data("lenet", 120))
+        ss.Trainer(max_epochs=1, batch_size=50, devices="cuda", progress=False, rehearse=False, check_every=None).fit(
+            Counts(), suite.data("lenet", 120)
+        )
 
 
 class Other(torch.autograd.Function):

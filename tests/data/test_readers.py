@@ -249,7 +249,7 @@ def test_a_worker_computes_with_one_thread() -> None:
 
 
 def test_a_source_that_cannot_be_pickled_is_read_by_one_thread(plain: ss.Run, tmp_path: Path) -> None:
-    line = r"^workers=2: one thread reads train instead, as no worker can get it: cannot pickle '_io.FileIO' "
+    line = r"^workers=2: one thread reads train instead, as no worker can get it: cannot pickle '(_io.)?FileIO' "
     with (source := sources.File(tmp_path / "x")).file, pytest.warns(UserWarning, match=line) as caught:
         run = fit(source, workers=2)
     assert len(caught) == 1

@@ -357,7 +357,7 @@ def test_plateau_follows_loss_or_accuracy_of_test_or_training_examples(mode, wit
     examples = ss.Data((x, y), (x[:20], (y[:20] + 1) % 3)) if with_test else (x, y)
     plateau = Plateau(0.4, patience=0, mode=mode)
     settings = {"loss": None, "schedule": plateau, "max_epochs": 8}
-    runs = [trainer(devices=count, **settings).fit(net(), examples) for count in (1, 2, 3)]
+    runs = [trainer(devices=["cpu"] * count, **settings).fit(net(), examples) for count in (1, 2, 3)]
     for other in runs[1:]:
         suite.same(other, runs[0])
         assert other.schedule == runs[0].schedule

@@ -65,13 +65,15 @@ def flags() -> bytes:
 
 def check_contexts() -> None:
     """Refuse what holds for one thread and cannot be given to others, and what forbids a run its work."""
-    kept = ("mesh", "abstract_mesh", "compute_on", "xla_metadata")
-    found = [f"{name} context" for name in kept if getattr(config, f"{name}_context_manager").value]
+    names = [
+        name for name in vars(config) if name.endswith("_context_manager") and f"jax_{name}" not in jax.config.values
+    ]
+    found = ["set_mesh"] * (not jax.sharding.get_abstract_mesh().empty)
+    found += [name.removesuffix("_manager") for name in names if getattr(config, name).value]
     found += filter(FORBID.search, map("{0[0]}={0[1]}".format, jax.config.values.items()))
     if found:
-        raise Invalid(
-            f"JAX's {found[0]} would hold for some threads of a run only, or stop it: leave it out around one"
-        )
+        what = f"JAX's {found[0]} would hold for some threads of a run only, or stop it"
+        raise Invalid(f"{what}: leave it out around one")
 
 
 def take_over(settings: dict[str, Any]) -> None:

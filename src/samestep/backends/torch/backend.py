@@ -169,9 +169,7 @@ class TorchBackend(Backend):
         if self.portable and any(isinstance(layer, torch.nn.LSTM) for layer in model.modules()):
             torch._C._set_mkldnn_enabled(False)  # its LSTM differs between CPUs; `_settings` puts this back
         if any(isinstance(layer, torch.jit.ScriptModule) for layer in model.modules()):
-            raise WrongType(
-                "a model of torch.jit cannot be copied around other weights: pass the module that it was made from"
-            )
+            raise WrongType("a model of torch.jit cannot be copied around other weights: pass what it was made from")
         if self.portable and any(hasattr(layer, "_orig_mod") for layer in model.modules()):
             raise Invalid("portable: torch.compile writes kernels for this CPU: leave it out")
         with self.explained():
@@ -213,6 +211,9 @@ class TorchBackend(Backend):
             return Invalid(
                 f"batch norm needs more than one value per channel in every shard: lower shards, or raise batch_size ({text})"
             )
+        if "Expected all tensors to be on the same device" in text:
+            why = "a closure that holds a layer (self.f = lambda x: self.layer(x)), or tensors made without device=x.device"
+            return Invalid(f"the model mixes devices, as by {why}: {text}")
         return super().explain(error)
 
 

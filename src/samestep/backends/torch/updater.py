@@ -37,9 +37,7 @@ class TorchUpdater(KeepingUpdater):
                 f"got {type(given).__name__}"
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise WrongType(
-                "LBFGS computes the loss several times in an update, which the Trainer does not: use another"
-            )
+            raise WrongType("LBFGS computes the loss several times in an update, which a fit does not: use another")
         rates = {float(group["lr"]) for group in self.optimizer.param_groups}
         if len(rates) > 1:
             raise Invalid(
@@ -99,6 +97,10 @@ def _twin(given: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Opt
         copied = _twin if isinstance(value, torch.optim.Optimizer) and id(value) not in memo else copy.deepcopy
         if name != "step":  # a scheduler puts its counting `step` there
             vars(twin)[name] = copied(value, memo)
+    for weight, slots in twin.state.items():
+        for name, slot in slots.items():
+            if isinstance(slot, torch.Tensor) and name != "step":  # PyTorch counts on the host
+                slots[name] = slot.to(weight.device)
     return twin
 
 

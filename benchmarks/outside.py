@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,7 +39,27 @@ def tokens() -> tuple[Any, Any]:
     return draw.integers(3, 50, (16, 12)), draw.integers(0, 10, 16)
 
 
+KEPT: list[Any] = []  # an operator is there for as long as its library is
+
+
+def load_torchvision() -> None:
+    """Import torchvision also where its wheel was built for another PyTorch, whose operators are then missing here."""
+    import torch
+
+    while importlib.util.find_spec("torchvision"):
+        try:
+            importlib.import_module("torchvision")
+            return
+        except RuntimeError as error:
+            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
+            if not missing:
+                raise
+            KEPT.append(torch.library.Library("torchvision", "FRAGMENT"))
+            KEPT[-1].define(f"{missing[1]}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+
 def timm() -> Models:
+    load_torchvision()
     import timm
 
     def model(name: str, size: int = 32, **options: Any) -> tuple[Callable[[], Any], Any]:
@@ -64,6 +85,8 @@ def timm() -> Models:
 def torchvision() -> Models:
     from torch import nn
     from torch.nn.utils import parametrizations
+
+    load_torchvision()
     from torchvision import models
 
     def normed(norm: Callable[[Any], Any]) -> Any:
@@ -85,6 +108,7 @@ def torchvision() -> Models:
 
 
 def transformers() -> Models:
+    load_torchvision()
     import transformers as t
     from torch import nn
 

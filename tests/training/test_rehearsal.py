@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import samestep as ss
+from samestep import draws
 from samestep.errors import NotRepeatable
 
 X = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
@@ -60,3 +62,25 @@ def test_what_differs_is_named(where: str, name: str, devices: int) -> None:
 
 def test_where_nothing_is_drawn_nothing_differs() -> None:
     ss.Trainer(1, 12, shards=3, devices=2, progress=False).fit(Net("nowhere"), (X, Y))
+
+
+class OfAThread:
+    """One of its examples depends on the thread that reads it, whatever is read again there."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, indices: Any) -> tuple[Any, Any]:
+        x = X[indices]
+        x[indices == SPECIAL, 2] += threading.current_thread() is threading.main_thread()
+        return x, Y[indices]
+
+
+SPECIAL = draws.order(0, 0, 12)[2]
+
+
+def test_an_example_that_depends_on_the_thread_is_named() -> None:
+    line = f"^example {SPECIAL} of train is not the same for another thread; a source must give the same example"
+    with pytest.raises(NotRepeatable, match=line):
+        ss.Trainer(1, 12, shards=3, progress=False).fit(Net("nowhere"), OfAThread())
+    ss.Trainer(1, 12, shards=3, progress=False, rehearse=False).fit(Net("nowhere"), OfAThread())  # nobody notices

@@ -53,9 +53,7 @@ class Fit:
         first, steps = self.group.replicas[0], len(self.batches)
         for pattern in settings.state:
             if not fnmatch.filter(first.names.keys() - set(first.layouts[0].names), pattern):
-                raise Invalid(
-                    f"state: nothing that is not trained is called {pattern!r}: see Run.weights() for the names"
-                )
+                raise Invalid(f"state: nothing that is not trained is called {pattern!r}: Run.weights() has the names")
         self.rates = Rates(settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs)
         labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked

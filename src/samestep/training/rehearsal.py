@@ -157,9 +157,11 @@ class Rehearsal:
         """What cannot be seen in results: other examples for other readers, untrained parameters, constants of Python's."""
         replica, span, backend = self.group.replicas[i], batch.spans[shard], self.fit.backend
         x, y = self.fit.feed.start(batch.pass_.order, [span]).shard(span, replica.device)
-        for ours, theirs in zip(self.fit.data.train.read(batch.pass_.order[slice(*span)]), (x, y), strict=True):
-            if not np.array_equal(ours, backend.get(theirs), equal_nan=ours.dtype.kind == "f"):
-                raise NotRepeatable(f"another thread or process reads other examples of shard {shard}; {READ}")
+        train, indices = self.fit.data.train, batch.pass_.order[slice(*span)]
+        for ours, theirs in zip(train.read(indices), (x, y), strict=True):
+            for index, one, other in zip(indices, ours, backend.get(theirs), strict=True):
+                if not np.array_equal(one, other, equal_nan=ours.dtype.kind == "f"):
+                    raise NotRepeatable(f"example {index} of {train.name} is not the same for another thread; {READ}")
         ((strangers, traces),) = backend.map([partial(replica.inside, x, y)])
         for name in strangers:
             raise not_trained(name)

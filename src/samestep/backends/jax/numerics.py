@@ -65,15 +65,13 @@ def flags() -> bytes:
 
 def check_contexts() -> None:
     """Refuse what holds for one thread and cannot be given to others, and what forbids a run its work."""
-    names = [
-        name for name in vars(config) if name.endswith("_context_manager") and f"jax_{name}" not in jax.config.values
-    ]
+    settings = jax.config.values
+    names = [name for name in vars(config) if name.endswith("_context_manager") and f"jax_{name}" not in settings]
     found = ["set_mesh"] * (not jax.sharding.get_abstract_mesh().empty)
     found += [name.removesuffix("_manager") for name in names if getattr(config, name).value]
-    found += filter(FORBID.search, map("{0[0]}={0[1]}".format, jax.config.values.items()))
+    found += filter(FORBID.search, map("{0[0]}={0[1]}".format, settings.items()))
     if found:
-        what = f"JAX's {found[0]} would hold for some threads of a run only, or stop it"
-        raise Invalid(f"{what}: leave it out around one")
+        raise Invalid(f"JAX's {found[0]} would hold for some threads of a run only, or stop it: leave it out there")
 
 
 def take_over(settings: dict[str, Any]) -> None:

@@ -798,7 +798,7 @@ def test_a_mode_around_a_fit_is_taken_by_all_of_it(name, monkeypatch):
 def test_a_mode_that_cannot_be_taken_is_refused(name, monkeypatch):
     model = noisy()
     said = modes.outcome(monkeypatch, STOPPED[name], lambda k: fit(model, devices=k, shards=4))
-    assert said == f"JAX's {name} would hold for some threads of a run only, or stop it: leave it out around one"
+    assert said == f"JAX's {name} would hold for some threads of a run only, or stop it: leave it out there"
 
 
 def test_the_thread_that_exchanges_with_other_processes_has_the_modes_too():

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samestep.content import MOST, Content, Model
+from samestep.content import MOST, Content, Model, divided
 
 FACTOR = 2.0
 SETTINGS = argparse.Namespace(smooth=0.1, epochs=3)
@@ -220,3 +220,18 @@ def test_the_same_in_another_process() -> None:
         for seed in ("1", "2")
     }  # fmt: skip
     assert len(seen) == 1
+
+
+class Layers(list[Any]):
+    """A layer that is a list itself."""
+
+
+def test_layers_in_lists_and_dictionaries_have_names_of_their_own() -> None:
+    one, two, whole = Layers("a"), Layers("b"), Layers([Layers("c")])
+    given = {"plain": one, "blocks": [one, 3], "by": {"x": two}, "whole": whole, "sizes": (1, 2), "n": 7}
+    state, layers = divided(given, Layers)
+    assert layers == {"plain": one, "blocks.0": one, "by.x": two, "whole": whole}
+    assert [layers[name] is given[name] for name in ("plain", "whole")] == [True, True]
+    assert state["blocks"] == [list, {"blocks.1": 3}]
+    assert state["by"] == [dict, {}]
+    assert (state["sizes"], state["n"]) == ((1, 2), 7)

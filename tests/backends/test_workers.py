@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -22,6 +23,14 @@ def names(at_work: workers.Workers, count: int) -> set[str]:
         return threading.current_thread().name
 
     return set(at_work.map([task] * count))
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 11)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    assert workers.cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems than Linux
+    assert workers.cores() == 11
 
 
 def test_threads_are_there_for_as_long_as_a_run_lasts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from samestep.devices import gpu
 from samestep.errors import ProcessFailed
 from samestep.processes import torch as engine
+from samestep.processes.place import Place
 from samestep.processes.world import Alone
 
 
@@ -98,3 +99,8 @@ def test_who_is_lost(waits_for: dict[int, int], asked: int, cause: str, monkeypa
         store.set(f"lost/{rank}", json.dumps([other, False]))
     assert world._trace(asked, False, 0.1, store) == f"{cause}: it was killed, or its host was lost"
     assert world._trace(1, False, 0.1, store).startswith(cause)  # what was said first is what all say
+
+
+def test_one_process_of_torchrun_is_alone() -> None:
+    """Without a group: MASTER_ADDR need not even be set."""
+    assert isinstance(engine.join(Place(0, 1, 0, 1, "env://", "torchrun"), 1.0, [], lambda array: array), Alone)

@@ -450,3 +450,5 @@ def test_the_built_in_job_is_one_epoch(monkeypatch: pytest.MonkeyPatch, verify: 
     assert done == Done(2, "", "samestep: the built-in job failed on 1 device with status 1:\nno data here\n")
     assert seen == [["the built-in job", "1", "1 device"]]
     assert os.listdir() == []
+    verify("--epochs=3")
+    assert seen[1:] == [["the built-in job", "3", "1 device"]]

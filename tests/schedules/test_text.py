@@ -184,6 +184,12 @@ def test_depth_is_limited() -> None:
             parse(text)
 
 
+def test_the_longest_text() -> None:
+    assert parse("constant(1)".ljust(20_000))(0) == 1
+    with pytest.raises(Invalid):
+        parse("constant(1)".ljust(20_001))
+
+
 HOSTILE = [
     "(" * 5000,
     "(" * 150 + ")" * 150,

@@ -787,8 +787,9 @@ def noisy():
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_mode_around_a_fit_is_taken_by_all_of_it(name, monkeypatch):
     model = noisy()
-    fingerprints, recipe = modes.outcome(monkeypatch, TAKEN[name], lambda k: fit(model, devices=k, shards=4))
-    assert len(set(fingerprints)) == 6
+    examples = X[:64], Y[:64]
+    fingerprints, recipe = modes.outcome(monkeypatch, TAKEN[name], lambda k: fit(model, *examples, devices=k, shards=2))
+    assert len(set(fingerprints)) == 4
     if name in recipe["numerics"]["settings"]:  # those that change numbers are in the recipe
         assert recipe["numerics"]["settings"][name] != fit(noisy()).recipe["numerics"]["settings"][name]
 
@@ -825,9 +826,8 @@ class Recurrent(nnx.Module):
 @pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.OptimizedLSTMCell])
 def test_recurrent_nnx_modules(cell):
     model = Recurrent(cell, nnx.Rngs(0))
-    runs = [fit(model, devices=k, shards=4) for k in (1, 2, 3)]
-    for run in runs[1:]:
-        suite.same(runs[0], run)
+    runs = [fit(model, devices=k, shards=4) for k in (1, 3)]
+    suite.same(*runs)
     moved = {name for name, w in runs[0].weights().items() if "rnn" in name and w.any()}
     assert moved
     assert runs[0].model(jnp.asarray(X[:2])).shape == (2, 10)

@@ -55,6 +55,18 @@ def test_epochs(samestep):
     assert told["schedules"][0]["values"] == [1.0, 1.0, 1.0, 0.75, 0.75, 0.75, 0.5]
 
 
+def test_a_small_plot_to_the_letter():
+    curve = {"a": np.array([0.0, 1.0, 2.0])}
+    assert plot.terminal(curve, "steps", width=20, height=3).plain.splitlines() == [
+        " 2┤           ⢀⣀⠤⠔⠒⠉",
+        " 1┤     ⢀⣀⠤⠔⠒⠉⠁     ",
+        " 0┤⣀⠤⠔⠒⠉⠁           ",
+        "  └─────────────────",
+        "   0         2 steps",
+        "   ━━ a",
+    ]
+
+
 def test_the_terminal_shows_range_unit_and_legend(samestep):
     status, out, err = samestep(COSINE, "geometric(0.4, 0.9)", "--steps", 40)
     lines = out.splitlines()

@@ -122,6 +122,23 @@ def test_a_source_that_says_it_is_thread_safe_is_read_by_several(monkeypatch: py
     assert read_two(Barrier()) == X[:2].tolist()
 
 
+class Noting(sources.Table):
+    """Notes who reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readers = set[str]()
+
+    def __getitem__(self, indices: Any) -> Any:
+        self.readers.add(threading.current_thread().name)
+        return super().__getitem__(indices)
+
+
+def test_any_other_source_is_read_by_one_thread_beside_the_callers(plain: ss.Run) -> None:
+    assert fit(source := Noting()).fingerprint == plain.fingerprint
+    assert source.readers == {threading.current_thread().name, "samestep-read_0"}
+
+
 class Parked(sources.Table):
     """A read that the test lets go on."""
 

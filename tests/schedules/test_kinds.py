@@ -546,7 +546,7 @@ def test_a_recurrence_that_would_take_hours_is_refused(monkeypatch: pytest.Monke
     assert str(error.value) == (
         f"geometric: t must be at most {4 * CHUNK}, got t=1000000000000000: use exponential, which needs no steps"
     )
-    assert product(1.5, 0.9999999, 3 * CHUNK) == geometric(1.5, 0.9999999)(3 * CHUNK)
+    assert product(1.5, 0.9999999, 3 * CHUNK, 0.0) == geometric(1.5, 0.9999999)(3 * CHUNK)
 
 
 # Too large

@@ -26,10 +26,10 @@ def power(base: float, exponent: float) -> float:
         return math.inf
 
 
-def product(start: float, factor: float, t: int, floor: float = 0.0) -> float:
+def product(start: float, factor: float, t: int, floor: float) -> float:
     """start · factor · factor · …, t times, rounded after each; or any number below `floor` once it has gone below it.
 
-    >>> product(2.0, 0.9, 4), 2.0 * 0.9**4
+    >>> product(2.0, 0.9, 4, 0.0), 2.0 * 0.9**4
     (1.3122000000000003, 1.3122)
     """
     firsts = _firsts(start, factor)

@@ -235,3 +235,9 @@ def test_layers_in_lists_and_dictionaries_have_names_of_their_own() -> None:
     assert state["blocks"] == [list, {"blocks.1": 3}]
     assert state["by"] == [dict, {}]
     assert (state["sizes"], state["n"]) == ((1, 2), 7)
+
+
+def test_methods_in_c_are_told_by_their_class() -> None:
+    assert changed(str.join, bytes.join) == {"it"}
+    assert changed(str.join, str.join) == set()
+    assert changed("a".join, "b".join) == {"it"}  # and bound ones by what they belong to

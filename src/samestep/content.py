@@ -239,11 +239,11 @@ class Content:
         home = getattr(thing, "__self__", None)
         if home is not None and not isinstance(home, types.ModuleType):
             return self._all("method", [thing.__name__, home], where)
-        owner = getattr(thing, "__objclass__", None)
-        module = getattr(thing, "__module__", None) or getattr(owner, "__module__", "numpy")
+        module = getattr(thing, "__module__", None) or getattr(getattr(thing, "__objclass__", 0), "__module__", "numpy")
         if not _is_installed(module):
             return self._unknown(thing, where)
-        return _hash("function", f"{module}.{thing.__name__} {_version(module)}".encode())
+        name = getattr(thing, "__qualname__", thing.__name__)  # of a method, with its class
+        return _hash("function", f"{module}.{name} {_version(module)}".encode())
 
     def _unknown(self, thing: Any, where: str) -> bytes:
         kind = type(thing)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from samestep.backends import numerics
 from samestep.backends.torch import numerics as of_torch
@@ -90,3 +91,13 @@ def test_settings_of_pytorch_are_those_of_the_device() -> None:
     assert on_gpu.keys() >= {*of_torch.GPU, "default_dtype", "denormals", "einsum", "mha_fastpath", "matmul"}
     assert not on_cpu.keys() & set(of_torch.GPU)
     assert not on_gpu.keys() & set(of_torch.CPU)
+
+
+def test_whether_the_smallest_numbers_become_zero() -> None:
+    assert of_torch.settings(gpu=False)["denormals"] == "kept"
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such setting")
+    try:
+        assert of_torch.settings(gpu=False)["denormals"] == "flushed"
+    finally:
+        torch.set_flush_denormal(False)

@@ -330,6 +330,9 @@ def test_a_handler_of_the_users_own() -> None:
             assert len(seen) == 3
             ctrl_c()
         assert len(seen) == 4
+        with signals.Guard(), signals.heard():
+            ctrl_c()
+        assert len(seen) == 5  # once for each, not again at the end
         assert fit().fingerprint
     with handled(signal.SIG_IGN):
         with signals.Guard(), signals.heard():

@@ -475,6 +475,22 @@ def test_the_state_of_an_optimizer_goes_where_the_weights_are():
     assert [(str(s["sum"].device), str(s["step"].device)) for s in slots] == [("meta", "cpu")] * len(elsewhere)
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another, which leaves out what torch.optim sets up and may keep what it likes as its state."""
+
+    def __init__(self, inner, **own):
+        self.inner, self.param_groups = inner, inner.param_groups
+        vars(self).update(own)
+
+
+@pytest.mark.parametrize("own", [{}, {"state": {"count": 3, "all": {"slow": torch.ones(2)}}}])
+def test_any_state_of_an_optimizer_is_copied(own):
+    mine = list(net().parameters())
+    twin = _copied(Around(torch.optim.Adagrad(mine), **own), {id(p): p for p in mine})
+    assert twin.inner is not None
+    assert repr(vars(twin).get("state")) == repr(own.get("state"))
+
+
 def test_tensors_on_two_devices_are_one_line():
     """What PyTorch says on a GPU when a closure holds the user's own layer, which is on the CPU."""
     said = (

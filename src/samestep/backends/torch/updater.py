@@ -97,8 +97,8 @@ def _twin(given: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Opt
         copied = _twin if isinstance(value, torch.optim.Optimizer) and id(value) not in memo else copy.deepcopy
         if name != "step":  # a scheduler puts its counting `step` there
             vars(twin)[name] = copied(value, memo)
-    for weight, slots in twin.state.items():
-        for name, slot in slots.items():
+    for weight, slots in vars(twin).get("state", {}).items():
+        for name, slot in slots.items() if isinstance(weight, torch.Tensor) and isinstance(slots, dict) else ():
             if isinstance(slot, torch.Tensor) and name != "step":  # PyTorch counts on the host
                 slots[name] = slot.to(weight.device)
     return twin

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -17,14 +18,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# Seconds of tests, as they were recorded: of the first that are run for a mutant, and of those after them.
-FIRST, THEN = 30.0, 240.0
+FIRST = 12.0  # seconds of tests, as they were recorded: those that are run first for a mutant
 NONE = 5  # pytest's exit status where there was no test to run
 RECORDING = 1500.0  # seconds for all tests of a file
 NOTES = "EXECUTED_NOTES"  # the file in which a process of pytest notes what it runs
@@ -33,6 +33,12 @@ WATCH = "EXECUTED_WATCH"  # set: also the functions that are executed
 SCRIPTS = {
     "processes/rank.py": ("processes/launch.py", "Processes._start")
 }  # runs where nothing is noted → who starts it
+
+
+LOADED = {
+    "torch": ("hypothesis", "numpy", "torch", "torch._inductor", "torch.distributed", "rich.console", "typer"),
+    "jax": ("hypothesis", "numpy", "jax", "optax", "flax.nnx", "flax.linen"),
+}  # before anything is changed
 
 
 # In the processes of the tests: what is executed is noted
@@ -44,7 +50,7 @@ class Notes:
     def __init__(self) -> None:
         self.file, self.seen = os.environ.get(NOTES), dict[int, Any]()  # which keeps them, or ids would come again
         self.test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
-        if self.file and WATCH in os.environ:
+        if self.file and os.environ.get(WATCH):
             threading.settrace(self.watch)
             sys.settrace(self.watch)
             os.register_at_fork(after_in_child=lambda: self.begin(""))  # of a server that has outlived its test
@@ -107,6 +113,7 @@ class Tree:
     """A copy of the checkout, in which code may be changed."""
 
     root: Path
+    servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(folder: Path) -> Tree:
@@ -134,30 +141,68 @@ class Tree:
         ]
         paths = [self.root / "src", self.root / "tests", *([self.root / "site"] if watch else [])]
         paths += [Path(path).absolute() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        env = os.environ | {
-            "SAMESTEP_TEST_BACKEND": backend, NOTES: str(notes), ONLY: str(only), "TMPDIR": str(self.root / "tmp"),
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "PYTHONDONTWRITEBYTECODE": "1",  # two mutants of one second and one size would share a .pyc
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several share a GPU
+        env = {
+            NOTES: str(notes), ONLY: str(only), WATCH: "1" if watch else "", "PYTHONPATH": os.pathsep.join(map(str, paths)),
         }  # fmt: skip
-        for name in ("CI", "PYTEST_CURRENT_TEST"):
-            env.pop(name, None)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "executed", *([] if watch else ["-x"]), *given]
-        if watch:
-            env[WATCH] = "1"
-        with open(self.root / "tmp" / "output", "w") as output:
-            process = subprocess.Popen(
-                command, cwd=self.root, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                status = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                status = 124
-            finally:
-                with_children(process.pid)
-                process.wait()
+        command = ["-q", "-p", "executed", "--assert=plain", *([] if watch else ["-x"]), *given]
+        status = 124
+        server = self.server(backend)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps([env, command]).encode() + b"\n")
+        child = int(server.stdout.readline())
+        if select.select([server.stdout], [], [], limit)[0]:
+            status = int(server.stdout.readline())
+        with_children(child)
+        if status == 124:
+            server.stdout.readline()
         return status * (status != NONE), [json.loads(line) for line in notes.read_text().splitlines()]
+
+    def server(self, backend: str) -> subprocess.Popen[bytes]:
+        """A process that has loaded a framework, but nothing of samestep: it forks for each run of pytest."""
+        if backend not in self.servers:
+            env = os.environ | {
+                "SAMESTEP_TEST_BACKEND": backend, "TMPDIR": str(self.root / "tmp"),
+                "PYTHONDONTWRITEBYTECODE": "1",  # two mutants of one second and one size would share a .pyc
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several share a GPU
+            }  # fmt: skip
+            for name in ("CI", "PYTEST_CURRENT_TEST", NOTES, ONLY, WATCH):
+                env.pop(name, None)
+            self.servers[backend] = subprocess.Popen(
+                [sys.executable, self.root / "tests" / "executed.py", backend], cwd=self.root, env=env, bufsize=0,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        return self.servers[backend]
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            with server:
+                server.kill()
+
+
+def serve(backend: str) -> None:
+    """For each line that comes, pytest in a process of its own: say which one it is, and how it ended."""
+    import pytest
+
+    for name in LOADED[backend]:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    for line in sys.stdin:
+        if child := os.fork():
+            print(child, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            continue
+        os.setsid()
+        output = os.open("tmp/output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream, file in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
+            os.dup2(file, stream)
+        env, arguments = json.loads(line)
+        os.environ.update(env)
+        sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+        status = 1
+        with suppress(BaseException):
+            status = int(pytest.main(arguments))
+        os._exit(status)
 
 
 def with_children(group: int) -> None:
@@ -230,7 +275,8 @@ class Test:
 class Map:
     """Which tests execute a function, from a recording."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, limit: float = 240.0) -> None:
+        self.limit = limit  # seconds of the tests after the first ones
         self.tests: dict[str, list[Test]] = defaultdict(list)
         for run, found in json.loads(file.read_text()).items():
             tests = [Test(*run.split(" "), *about) for about in found["seconds"].items()]
@@ -251,7 +297,7 @@ class Map:
             files[test.backend, test.file].append(test)
         order = sorted(files.values(), key=lambda tests: sum(test.seconds for test in tests))
         first = _within(FIRST, sorted((test for tests in order for test in tests[:2]), key=lambda test: test.seconds))
-        then = _within(THEN, [test for tests in order for test in tests if test not in first])
+        then = _within(self.limit, [test for tests in order for test in tests if test not in first])
         for stage in (first, then):
             for backend in ("torch", "jax"):
                 if mine := [test for test in stage if test.backend == backend]:
@@ -266,3 +312,7 @@ def _within(limit: float, tests: Sequence[Test]) -> list[Test]:
             chosen.append(test)
             limit -= test.seconds
     return chosen
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -22,6 +22,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ from executed import ROOT, Map, Tree, record
 
 APART = ("models/", "lab/", "board/", "d2l/", *(f"backends/{name}/" for name in ("tensorflow", "paddle", "mxnet")))
 APART += tuple(f"schedules/exports/{name}.py" for name in ("keras", "paddle", "mxnet"))
-LOADING = 90.0  # seconds that it may take to load a framework where all cores are busy
+LOADING = 60.0  # seconds that it may take to collect tests and to start processes where all cores are busy
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="so many of those that the seed gives, done before")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of tests, at most, for one mutant")
     parser.add_argument("--jobs", type=int, default=1, help="mutants, or files of tests, at a time")
     parser.add_argument("--only", nargs="*", default=[""], help="how the names of files begin, in src/samestep")
     parser.add_argument("--map", type=Path, default=Path(tempfile.gettempdir()) / "samestep-mutants.json")
@@ -168,13 +170,13 @@ def main() -> int:
     lines = (ROOT / "tests" / "mutants_equivalent.txt").read_text().splitlines()
     equivalent = [line.split(" ¦ ")[:3] for line in lines if line and not line.startswith("#")]
     counts = {"noticed": 0, "equivalent": 0, "survived": 0}
-    with tempfile.TemporaryDirectory(prefix="m-") as folder:
+    with tempfile.TemporaryDirectory(prefix="m-") as folder, ExitStack() as ending:
         trees: SimpleQueue[Tree] = SimpleQueue()
         for i in range(options.jobs):
-            trees.put(Tree.of(Path(folder) / str(i)))
+            trees.put(ending.enter_context(closing(Tree.of(Path(folder) / str(i)))))
         if options.record is not None or not options.map.exists():
             record(options.map, trees, options.jobs, options.record or ())
-        tests = Map(options.map)
+        tests = Map(options.map, options.seconds)
 
         def judge(mutant: Mutant) -> None:
             tree, state, by = trees.get(), "equivalent", ""

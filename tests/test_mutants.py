@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -93,7 +95,7 @@ def test_the_quickest_tests_of_every_file_are_run_first(tmp_path: Path, monkeypa
     assert sorted(test for stage in stages("a new function") for test in stage) == sorted(everything)
     assert [*tests.stages("y.py", "f")] == []
     monkeypatch.setattr(executed, "FIRST", 1.0)
-    monkeypatch.setattr(executed, "THEN", 6.0)
+    tests.limit = 6.0
     assert stages("f") == [["tests/a.py::quickest"], ["tests/a.py::quick"], ["tests/c.py::t"]]
 
 
@@ -194,8 +196,14 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_what_is_recorded_and_what_is_noticed_then(small: Path, tmp_path: Path) -> None:
-    tree, trees = Tree.of(tmp_path / "tree"), SimpleQueue[Tree]()
+@pytest.fixture
+def tree(small: Path, tmp_path: Path) -> Iterator[Tree]:
+    with closing(Tree.of(tmp_path / "tree")) as tree:
+        yield tree
+
+
+def test_what_is_recorded_and_what_is_noticed_then(small: Path, tree: Tree, tmp_path: Path) -> None:
+    trees = SimpleQueue[Tree]()
     trees.put(tree)
     executed.record(tmp_path / "map.json", trees, 1)
     tests = Map(tmp_path / "map.json")
@@ -219,9 +227,9 @@ def test_what_is_recorded_and_what_is_noticed_then(small: Path, tmp_path: Path) 
     assert (small / "src" / "samestep" / "thing.py").read_text() == THING
 
 
-def test_names_of_tests_that_are_not_there_do_not_keep_others_from_running(small: Path, tmp_path: Path) -> None:
+def test_names_of_tests_that_are_not_there_do_not_keep_others_from_running(tree: Tree) -> None:
     """A name may have a text of Python's in it, which another version writes otherwise."""
-    tree, file = Tree.of(tmp_path / "tree"), "tests/test_thing.py"
+    file = "tests/test_thing.py"
     status, notes = tree.run(
         "torch", [f"{file}::test_with_a_fixture", f"{file}::gone[x]", f"{file}::test_directly"], 60
     )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ NONE = 5  # pytest's exit status where there was no test to run
 RECORDING = 1500.0  # seconds for all tests of a file
 NOTES = "EXECUTED_NOTES"  # the file in which a process of pytest notes what it runs
 ONLY = "EXECUTED_ONLY"  # the file with the names of the tests that it is to run, in this order
+KNOWN = "EXECUTED_KNOWN"  # the file with the names of those that it is to leave out
 WATCH = "EXECUTED_WATCH"  # set: also the functions that are executed
 SCRIPTS = {
     "processes/rank.py": ("processes/launch.py", "Processes._start")
@@ -80,7 +81,9 @@ class Notes:
             names = Path(os.environ[ONLY]).read_text().splitlines()
             files = tuple(name + end for name in names if "::" not in name for end in ("::", "/"))
             place = {name: i for i, name in enumerate(names)}
+            known = set(Path(os.environ[KNOWN]).read_text().splitlines())
             kept = [item for item in items if item.nodeid in place or item.nodeid.startswith(files)]
+            kept = [item for item in kept if item.nodeid not in known]
             items[:] = sorted(kept, key=lambda item: place.get(item.nodeid, len(names)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -129,10 +132,13 @@ class Tree:
     def file(self, name: str) -> Path:
         return self.root / "src" / "samestep" / name
 
-    def run(self, backend: str, tests: Sequence[str], limit: float, watch: bool = False) -> tuple[int, list[list[Any]]]:
+    def run(
+        self, backend: str, tests: Sequence[str], limit: float, watch: bool = False, known: Iterable[str] = ()
+    ) -> tuple[int, list[list[Any]]]:
         """pytest's exit status (124: it took too long), and what was noted. 0 also if none of these tests is there."""
-        notes, only = self.root / "tmp" / "notes", self.root / "tmp" / "tests"
+        notes, only, out = (self.root / "tmp" / name for name in ("notes", "tests", "known"))
         notes.write_text("")
+        out.write_text("\n".join(known))
         names = [name for name in tests if not name.startswith("--")]
         only.write_text("\n".join(names))
         given = [
@@ -142,7 +148,8 @@ class Tree:
         paths = [self.root / "src", self.root / "tests", *([self.root / "site"] if watch else [])]
         paths += [Path(path).absolute() for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         env = {
-            NOTES: str(notes), ONLY: str(only), WATCH: "1" if watch else "", "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            NOTES: str(notes), ONLY: str(only), KNOWN: str(out), WATCH: "1" if watch else "",
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
         }  # fmt: skip
         command = ["-q", "-p", "executed", "--assert=plain", *([] if watch else ["-x"]), *given]
         status = 124
@@ -166,7 +173,7 @@ class Tree:
                 "PYTHONDONTWRITEBYTECODE": "1",  # two mutants of one second and one size would share a .pyc
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several share a GPU
             }  # fmt: skip
-            for name in ("CI", "PYTEST_CURRENT_TEST", NOTES, ONLY, WATCH):
+            for name in ("CI", "PYTEST_CURRENT_TEST", NOTES, ONLY, KNOWN, WATCH):
                 env.pop(name, None)
             self.servers[backend] = subprocess.Popen(
                 [sys.executable, self.root / "tests" / "executed.py", backend], cwd=self.root, env=env, bufsize=0,
@@ -227,22 +234,28 @@ def runs() -> list[tuple[str, str]]:
     return found
 
 
-def record(into: Path, trees: SimpleQueue[Tree], jobs: int, only: Sequence[str] = ()) -> None:
-    """Run all tests, or those of some files. Of those that pass: how long they take, and which functions they execute."""
+def record(into: Path, trees: SimpleQueue[Tree], jobs: int, anew: Sequence[str] = ()) -> None:
+    """Run the tests that are not in the recording yet, or all tests of some files.
+
+    Of those that pass: how long they take, and which functions they execute.
+    """
     kept: dict[str, Any] = json.loads(into.read_text()) if into.exists() else {}
     lock = threading.Lock()
 
     def one(run: tuple[str, str]) -> None:
         backend, file = run
-        tree = trees.get()
-        status, notes = tree.run(backend, [file], RECORDING, watch=True)
+        before = {"seconds": {}, "functions": {}} if anew else kept.get(" ".join(run), {"seconds": {}, "functions": {}})
+        names, tree = [*before["seconds"]], trees.get()
+        status, notes = tree.run(backend, [file], RECORDING, watch=True, known=names)
         trees.put(tree)
         good = {note[1] for note in notes if note[0] == "passed" and note[2] == "call"}
         good -= {note[1] for note in notes if note[0] == "failed"}
-        seconds: dict[str, float] = dict.fromkeys(
-            [file, *sorted(good)], 0.0
-        )  # of the file as a whole, and of each test
+        seconds = (
+            {file: 0.0} | before["seconds"] | dict.fromkeys(sorted(good), 0.0)
+        )  # of the whole file, and of each test
         functions: dict[str, set[str]] = defaultdict(set)
+        for name, tests in before["functions"].items():
+            functions[name] = {names[i] for i in tests}
         for what, test, *about in notes:
             if what == "function" and (not test or test in good):
                 functions["::".join(about)].add(test or file)
@@ -261,7 +274,7 @@ def record(into: Path, trees: SimpleQueue[Tree], jobs: int, only: Sequence[str] 
             print(f"{backend} {file}: {len(good)} tests, status {status}", *failed, sep="\n  ", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, [run for run in runs() if not only or run[1] in only]))
+        list(pool.map(one, [run for run in runs() if not anew or run[1] in anew]))
 
 
 @dataclass(frozen=True)
@@ -284,7 +297,8 @@ class Map:
                 self.tests[function] += [tests[i] for i in numbers]
 
     def stages(self, file: str, function: str) -> Iterator[list[Test]]:
-        """Tests to run at once: the quickest two of every file first, then as many as there is time for."""
+        """Tests to run at once: of the file of the same name and the quickest two of every file first, then as many as
+        there is time for."""
         file, function = SCRIPTS.get(file, (file, function))
         of_file = [name for name in self.tests if name.startswith(f"{file}::") and "<" not in name]
         of_class = [name for name in of_file if name.startswith(f"{file}::{function}.")]
@@ -296,7 +310,11 @@ class Map:
         for test in found:
             files[test.backend, test.file].append(test)
         order = sorted(files.values(), key=lambda tests: sum(test.seconds for test in tests))
-        first = _within(FIRST, sorted((test for tests in order for test in tests[:2]), key=lambda test: test.seconds))
+        own = [test for tests in order for test in tests if test.file.endswith(f"/test_{Path(file).stem}.py")]
+        quick = sorted(
+            (test for tests in order for test in tests[:2] if test not in own), key=lambda test: test.seconds
+        )
+        first = _within(FIRST, own) + _within(FIRST, quick)
         then = _within(self.limit, [test for tests in order for test in tests if test not in first])
         for stage in (first, then):
             for backend in ("torch", "jax"):

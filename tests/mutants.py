@@ -7,8 +7,9 @@ that execute the changed function are run until one fails: first the quickest of
 it must pass, or it does not count. A test that hangs has noticed. Changes that nobody could notice are listed in
 mutants_equivalent.txt, each with the reason; they are not in the score.
 
-Which test executes what is recorded once (executed.py) and can be carried to another machine. There, cosmic-ray needs no more
-than a folder on PYTHONPATH: pip install --target FOLDER --no-deps cosmic-ray parso attrs stevedore
+Which test executes what is recorded (executed.py): all tests once; with --record, tests that are new, or all of some files. A
+recording can be carried to another machine. There, cosmic-ray needs no more than a folder on PYTHONPATH:
+pip install --target FOLDER --no-deps cosmic-ray parso attrs stevedore
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants, or files of tests, at a time")
     parser.add_argument("--only", nargs="*", default=[""], help="how the names of files begin, in src/samestep")
     parser.add_argument("--map", type=Path, default=Path(tempfile.gettempdir()) / "samestep-mutants.json")
-    parser.add_argument("--record", nargs="*", help="record which tests execute what: all, or those of these files")
+    parser.add_argument("--record", nargs="*", help="record new tests, or these files")
     options = parser.parse_args()
     lines = (ROOT / "tests" / "mutants_equivalent.txt").read_text().splitlines()
     equivalent = [line.split(" ¦ ")[:3] for line in lines if line and not line.startswith("#")]

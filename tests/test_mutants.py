@@ -67,11 +67,11 @@ def test_the_core_has_no_models_and_no_other_frameworks() -> None:
     assert not [name for name in files if name.startswith(("models/", "d2l/", "backends/paddle/"))]
 
 
-def recording(folder: Path) -> Path:
+def recording(folder: Path, file: str = "tests/a.py") -> Path:
     """Of three files: two quick tests and a slow one, one in another backend, and a file that starts processes."""
-    tests = {"tests/a.py": 9.0, "tests/a.py::quick": 1.0, "tests/a.py::slow": 5.0, "tests/a.py::quickest": 0.5}
+    tests = {file: 9.0, f"{file}::quick": 1.0, f"{file}::slow": 5.0, f"{file}::quickest": 0.5}
     runs: dict[str, Any] = {
-        "torch tests/a.py": {"seconds": tests, "functions": {"x.py::f": [1, 2, 3], "x.py::C.g": [2], "x.py::<module>": [0]}},
+        f"torch {file}": {"seconds": tests, "functions": {"x.py::f": [1, 2, 3], "x.py::C.g": [2], "x.py::<module>": [0]}},
         "torch tests/b.py": {"seconds": {"tests/b.py": 7.0, "tests/b.py::t": 7.0}, "functions": {"x.py::f": [0]}},
         "jax tests/c.py": {"seconds": {"tests/c.py": 2.0, "tests/c.py::t": 2.0}, "functions": {"x.py::f": [1]}},
     }  # fmt: skip
@@ -90,6 +90,10 @@ def test_the_quickest_tests_of_every_file_are_run_first(tmp_path: Path, monkeypa
         ["tests/c.py::t"],
         ["tests/a.py::slow"],
     ]
+    own = Map(recording(tmp_path, "tests/test_x.py"))  # tests of the file of the same name come first, also slow ones
+    assert [test.name for test in next(own.stages("x.py", "f"))] == [
+        "tests/test_x.py::quickest", "tests/test_x.py::quick", "tests/test_x.py::slow", "tests/b.py",
+    ]  # fmt: skip
     assert stages("C") == stages("C.g") == [["tests/a.py::slow"]]
     everything = [test for stage in stages("f") for test in stage]
     assert sorted(test for stage in stages("a new function") for test in stage) == sorted(everything)
@@ -106,7 +110,9 @@ class Fake(Tree):
     changed: tuple[str, ...] = ()
     status = 1
 
-    def run(self, backend: str, tests: Any, limit: float, watch: bool = False) -> tuple[int, list[list[Any]]]:
+    def run(
+        self, backend: str, tests: Any, limit: float, watch: bool = False, known: Any = ()
+    ) -> tuple[int, list[list[Any]]]:
         notes = []
         for test in tests:
             if f"--deselect={test}" in tests or test.startswith("--"):
@@ -177,6 +183,11 @@ def test_that_fails_anyway():
     assert thing.never() == 5
 """
 
+NEW = """
+def test_new():
+    assert thing.called(2) == 3
+"""
+
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -189,7 +200,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = ["-p", "no:cacheprovider"]')
     (root / "src" / "samestep" / "thing.py").write_text(THING)
     (root / "tests" / "test_thing.py").write_text(TESTS)
-    (root / "tests" / "executed.py").write_text(Path(executed.__file__).read_text())
+    plugin = Path(executed.__file__).read_text().replace('"torch", "torch._inductor", "torch.distributed", ', "")
+    (root / "tests" / "executed.py").write_text(plugin)  # nothing here needs PyTorch
     monkeypatch.setattr(executed, "ROOT", root)
     monkeypatch.setattr(executed, "runs", lambda: [("torch", "tests/test_thing.py")])
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -220,6 +232,17 @@ def test_what_is_recorded_and_what_is_noticed_then(small: Path, tree: Tree, tmp_
         return noticed(Mutant("thing.py", function, THING.replace(before, after), before, after), tree, tests)
 
     assert by("called", "x + 1", "x - 1") == f"{start}::test_directly"
+    file = tree.root / "tests" / "test_thing.py"
+    file.write_text(TESTS.replace("assert thing.called(1) == 2", "thing.never()") + NEW)
+    executed.record(tmp_path / "map.json", trees, 1)
+    again = Map(tmp_path / "map.json").tests  # of the test that is new
+    assert [test.name for test in again["thing.py::called"]] == [f"{start}::test_directly", f"{start}::test_new"]
+    assert "thing.py::never" not in again
+    executed.record(tmp_path / "map.json", trees, 1, [start])  # of all
+    again = Map(tmp_path / "map.json").tests
+    assert [test.name for test in again["thing.py::called"]] == [f"{start}::test_new"]
+    assert [test.name for test in again["thing.py::never"]] == [f"{start}::test_directly"]
+    file.write_text(TESTS)
     assert by("called", "x + 1", "1 + x") == ""
     assert by("by_a_fixture", "return 2", "return 3") == f"{start}::test_with_a_fixture"
     assert by("called", "def called(x):", "def called(y, x=g):") == "importing it"

@@ -81,6 +81,12 @@ def test_exchange_leaves_every_device_a_vector_of_its_own() -> None:
     assert [total.tolist() for total in totals] == [[0.0] * 5, [4.0] * 5, [4.0] * 5]
 
 
+def test_exchange_copies_nothing_on_one_device() -> None:
+    vector = torch.ones(5)
+    [total] = exchange.exchange(BACKEND, [{(0, 3): vector}], 3, [cpu()], 5)
+    assert total is vector
+
+
 def test_exchange_notices_a_lost_part() -> None:
     held: list[dict[tuple[int, int], Any]] = [{(0, 1): torch.ones(2)}, {}]
     message = "the sum over 2 shards is not complete: it has parts [(0, 1)]"

@@ -59,6 +59,18 @@ SRUN = {
             Place(4, 5, 0, 1, "tcp://gpu07:29696", "slurm"),
         ),  # two steps of a job do not meet each other
         ({"MASTER_ADDR": "other", "MASTER_PORT": "77"}, Place(4, 5, 0, 1, "tcp://other:77", "slurm")),
+        ({"SLURM_JOB_ID": "1000"}, Place(4, 5, 0, 1, "tcp://gpu07:27001", "slurm")),
+        ({"SLURM_JOB_ID": "10000"}, Place(4, 5, 0, 1, "tcp://gpu07:30001", "slurm")),  # above 40000 it begins anew
+        ({"MASTER_PORT": "1"}, Place(4, 5, 0, 1, "tcp://gpu07:1", "slurm")),
+        ({"MASTER_PORT": "65535"}, Place(4, 5, 0, 1, "tcp://gpu07:65535", "slurm")),
+        ({"SLURM_NODEID": "0"}, Place(4, 5, 0, 2, "tcp://gpu07:29695", "slurm")),
+        (
+            {"SLURM_NODEID": "3", "SLURM_LOCALID": "2"},
+            Place(4, 5, 2, 3, "tcp://gpu07:29695", "slurm"),
+        ),  # not told of it
+        ({"SLURM_NODEID": "4"}, Place(4, 5, 0, 1, "tcp://gpu07:29695", "slurm")),
+        ({"SLURM_NODEID": "-1", "SLURM_LOCALID": "2"}, Place(4, 5, 2, 3, "tcp://gpu07:29695", "slurm")),
+        ({"SLURM_STEP_NUM_TASKS": "0", "SLURM_PROCID": "0"}, Place()),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, Place()),  # a script inside a batch job
         ({"RANK": "0", "WORLD_SIZE": "2"}, Place(0, 2, 0, 1, "env://", "torchrun")),  # torchrun inside srun
         ({"RANK": "0", "WORLD_SIZE": "1"}, Place()),
@@ -66,6 +78,14 @@ SRUN = {
 )
 def test_place_by_slurm(change: dict[str, str], place: Place) -> None:
     assert find(SRUN | change) == place
+
+
+def test_what_slurm_does_not_tell() -> None:
+    """Two tasks on this host, the first of the first job's first step."""
+    two = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert find(two) == Place(1, 2, 0, 2, "tcp://127.0.0.1:20000", "slurm")
+    assert find(two | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}) == Place(1, 2, 0, 1, "tcp://127.0.0.1:20000", "slurm")
+    assert find({"SLURM_PROCID": "0"}) == find({"SLURM_STEP_NUM_TASKS": "2"}) == Place()
 
 
 ONE_TASK = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
@@ -85,6 +105,10 @@ OPEN_MPI = {
         (HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1"}, Place()),
         (SRUN | HYDRA, Place(3, 4, 1, 2, "", "mpi")),  # mpiexec inside srun
         (SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5"}, Place(4, 5, 0, 1, "tcp://gpu07:29695", "slurm")),  # SLURM's own PMI
+        (
+            SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5", "MPI_LOCALRANKID": "0"},
+            Place(4, 5, 0, 1, "tcp://gpu07:29695", "slurm"),
+        ),
         (ONE_TASK | {"PMI_RANK": "0", "PMI_SIZE": "1"}, Place()),
         (SRUN | {"WORLD_SIZE": "5", "LOCAL_RANK": "0"}, Place(4, 5, 0, 1, "tcp://gpu07:29695", "slurm")),  # its scripts
         (OPEN_MPI | {"LOCAL_RANK": "1"}, Place(3, 4, 1, 2, "", "mpi")),
@@ -130,6 +154,11 @@ def test_salloc_without_srun_is_one_process() -> None:
             SRUN | {"MASTER_PORT": "99999"},
             "the environment variable MASTER_PORT must be from 1 to 65535, got 99999",
         ),
+        (
+            SRUN | {"MASTER_PORT": "65536"},
+            "the environment variable MASTER_PORT must be from 1 to 65535, got 65536",
+        ),
+        (SRUN | {"MASTER_PORT": "0"}, "the environment variable MASTER_PORT must be from 1 to 65535, got 0"),
         ({"RANK": "1"}, "RANK is set and WORLD_SIZE not: set RANK and WORLD_SIZE, or unset RANK"),
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE not: set RANK and WORLD_SIZE, or unset RANK"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK not: set RANK and WORLD_SIZE, or unset WORLD_SIZE"),

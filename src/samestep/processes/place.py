@@ -45,7 +45,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Place:
         return _numbered(environ, TORCHRUN, "env://", "torchrun")
     in_step = number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ  # of srun
     for names in MPIEXEC:  # before SLURM, inside which mpiexec may run; SLURM's own PMI sets no local rank
-        if set(names[: 4 if in_step else 2]) <= set(environ):
+        if set(names if in_step else names[:2]) <= set(environ):
             return _numbered(environ, names, "", "mpi")
     if in_step:
         size, node = number(environ, "SLURM_STEP_NUM_TASKS"), number(environ, "SLURM_NODEID", 0)

@@ -36,7 +36,7 @@ def watch(lifeline: int) -> int:
         os.dup2(lifeline, 0)
         os.closerange(1, 1 + max(map(int, os.listdir("/dev/fd"))))  # nobody must wait for us to close them
         os.read(0, 1)
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
     os.close(lifeline)
     return watcher
 

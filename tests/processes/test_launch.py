@@ -8,7 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import process_job
 import pytest
@@ -16,6 +19,7 @@ from commands import command, finish, is_running
 
 from samestep.errors import BackendMissing
 from samestep.processes import launch
+from samestep.processes.place import MEET, TORCHRUN
 
 needs_mpi = pytest.mark.skipif(not launch.mpiexec(), reason="needs mpiexec (pip install 'samestep[mpi]')")
 ENGINES = ["torch", pytest.param("mpi", marks=needs_mpi)]
@@ -181,6 +185,8 @@ def test_a_killed_starter_takes_all_along(engine: str, watched: bool, tmp_path: 
         ("import torch, paddle", {"torch", "paddle"}, "mpi"),
         ("import numpy, my_models", set(), "mpi"),  # it may be any
         ("this is not Python", set(), "mpi"),
+        ("import jax\0", set(), "mpi"),
+        ("from .torch import model\nfrom . import jax", set(), "mpi"),  # of its own package
     ],
 )
 def test_the_engine_that_fits_a_script(
@@ -206,6 +212,16 @@ def test_the_engine_of_the_built_in_job(monkeypatch: pytest.MonkeyPatch) -> None
     assert launch.frameworks(Path("not there.py")) == set()
 
 
+def test_code_that_older_versions_of_python_refuse_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a null byte in it, before 3.11.4."""
+
+    def parse(code: bytes) -> None:
+        raise ValueError("source code string cannot contain null bytes")
+
+    monkeypatch.setattr(launch, "ast", SimpleNamespace(parse=parse))
+    assert launch.frameworks(Path(__file__)) == set()
+
+
 def test_handlers_of_signals_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert launch.launch([sys.executable, "-c", "raise SystemExit(3)"], 1) == 3
@@ -218,3 +234,328 @@ def test_what_a_process_prints_goes_where_ours_goes(engine: str, capfd: pytest.C
         launch.launch([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr)"], 1, engine) == 0
     )
     assert capfd.readouterr() == ("out\n", "err\n")
+
+
+# One thing at a time, without any process
+
+
+class Starter:
+    """Stands for a program that was started: it runs, or has ended; and what was done to it."""
+
+    def __init__(self, ended: bool = False) -> None:
+        self.ended, self.did = ended, list[str]()
+
+    def poll(self) -> int | None:
+        return 0 if self.ended else None
+
+    def terminate(self) -> None:
+        self.did.append("terminate")
+
+    def wait(self, seconds: float | None = None) -> None:
+        self.did.append(f"wait {seconds}")
+        if seconds:
+            raise subprocess.TimeoutExpired("mpiexec", seconds)
+
+    def kill(self) -> None:
+        self.did.append("kill")
+
+
+class Told(launch.Processes):
+    """Three processes that were never started, and what rank.py would have told of them."""
+
+    def __init__(self, engine: str = "mpi", ended: str = "---", **told: int) -> None:
+        super().__init__(["it"], 3, {}, engine)
+        self._starters = [Starter(mark == "x") for mark in ended]  # type: ignore[misc]
+        self.tell(**told)
+
+    def tell(self, **told: int) -> None:
+        """pid_1=7: the number of rank 1 is 7; of those that have ended, in this order."""
+        for name, number in told.items():
+            kind, _, rank = name.partition("_")
+            file = self._told / f"{rank}.{kind}"
+            file.write_text(str(number))
+            os.utime(file, ns=(len(list(self._told.iterdir())),) * 2)
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The signals that were sent, and to whom; number 9 has just ended, and number 8 is no longer ours."""
+    sent = list[tuple[int, int]]()
+
+    def kill(pid: int, number: int) -> None:
+        sent.append((pid, number))
+        if pid in (8, 9):
+            raise PermissionError if pid == 8 else ProcessLookupError
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(os, "killpg", kill)
+    monkeypatch.setattr(os, "getpgid", lambda pid: pid)
+    return sent
+
+
+def test_how_processes_have_ended(killed: list[Any]) -> None:
+    """One without a word was killed together with the program that would have left it."""
+    with entered(Told(ended="xx-", status_0=3, pid_1=5)) as processes:
+        assert processes.states() == [3, -signal.SIGKILL, None]
+    with entered(Told(ended="---", status_1=0)) as processes:
+        assert processes.states() == [None, 0, None]
+
+
+@contextlib.contextmanager
+def entered(processes: Told) -> Iterator[Told]:
+    try:
+        yield processes
+    finally:
+        processes.__exit__()
+
+
+def test_at_the_end_everything_is_closed_and_ended(killed: list[Any]) -> None:
+    with entered(Told(pid_0=5, pid_1=6, status_1=0)) as processes:
+        files, folder = (*processes._shown, processes._lifeline, processes._ours), processes._told
+    for file in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+    assert not folder.exists()
+    assert killed == [(5, signal.SIGKILL)]
+    starters: Any = processes._starters
+    assert [one.did for one in starters] == [["terminate", "wait 10.0", "kill", "wait None"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("told", "first"),
+    [
+        ({"status_1": 0, "status_2": 4, "status_0": 5}, 2),
+        ({"status_1": 0}, 2),  # it has left no word
+        ({"status_1": 0, "status_2": 0}, None),
+    ],
+)
+def test_who_has_failed_first(told: dict[str, int], first: int | None, killed: list[Any]) -> None:
+    with entered(Told(ended="--x", **told)) as processes:
+        assert processes._first(processes.states()) == first
+
+
+GONE = "samestep: rank 1 is gone: it was killed, or its host was lost\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "told", "asked", "said"),
+    [
+        ("mpi", {}, [], "no such host\n"),
+        ("torch", {}, [], "no such host\n"),
+        ("mpi", {"pid_2": 5, "status_1": -1}, [], GONE),
+        ("mpi", {"pid_2": 5, "status_1": -9}, [15], ""),  # as it was asked to
+        ("mpi", {"pid_2": 5, "status_1": 1}, [], ""),  # it has said why
+        ("mpi", {"pid_2": 5}, [], ""),
+        ("torch", {"pid_2": 5, "status_1": -9}, [], ""),  # the others say it
+    ],
+)
+def test_what_is_said_of_a_process_that_has_failed(
+    engine: str, told: dict[str, int], asked: list[int], said: str, killed: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with entered(Told(engine, **told)) as processes:
+        (processes._told / "own").write_text("no such host\n")
+        processes.asked = asked
+        processes._note(1)
+    assert capfd.readouterr() == ("", said)
+
+
+def test_every_process_gets_every_signal_once(killed: list[tuple[int, int]]) -> None:
+    """In their order, also one whose number is known later; none that has ended, or is just ending."""
+    with entered(Told(pid_0=5, pid_2=7, status_2=0)) as processes:
+        assert processes.poll() == [None, None, 0]
+        assert killed == []
+        processes.signal(15)
+        processes.poll()
+        assert killed == [(5, 15)]
+        processes.signal(2)
+        processes.tell(pid_1=9)
+        for _ in range(2):
+            processes.poll()
+            assert killed == [(5, 15), (5, 2), (9, 15), (9, 2)]
+
+
+@pytest.mark.parametrize(("ranks", "ended"), [(None, [8, 9]), ([1], [9]), ([0, 1, 2], [8, 9]), ([], []), ([2], [])])
+def test_chosen_processes_are_killed(ranks: list[int] | None, ended: list[int], killed: list[tuple[int, int]]) -> None:
+    with entered(Told(pid_0=8, pid_1=9, pid_2=7, status_2=0)) as processes:
+        processes.kill(ranks)
+        assert killed == [(pid, signal.SIGKILL) for pid in ended]
+    with entered(Told()) as processes:  # none has told its number yet
+        killed.clear()
+        processes.kill()
+        assert killed == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "seconds"),
+    [
+        ([[0, 0]], 0, 0),
+        ([[None, 0], [None, 0], [0, 0]], 0, 2),
+        ([[None, None], [None, 3], [0, 3]], 3, 2),
+        ([[None, -15], [4, -15]], 143, 1),  # the first one counts
+        ([[None, -9], *[[None, -9]] * 9], 137, 3),  # the other does not end
+        ([[None, 1], *[[None, 1]] * 9], 1, 3),
+    ],
+)
+def test_waiting_for_processes(
+    seen: list[list[int | None]], status: int, seconds: int, killed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sleep takes half a second, and those that are left after a failure have one and a quarter."""
+    now, noted = [100.0], list[int]()
+    monkeypatch.setattr(launch, "GRACE", 1.25)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda poll: now.append(now.pop() + 0.5))
+    monkeypatch.setattr(launch, "time", clock)
+    with entered(Told()) as processes:
+        states = iter(seen)
+        monkeypatch.setattr(processes, "poll", lambda: next(states))
+        monkeypatch.setattr(processes, "_first", lambda states: next((i for i in (1, 0) if states[i]), None))
+        monkeypatch.setattr(processes, "_note", noted.append)
+        assert processes.wait() == status
+    assert (now, noted) == ([100.0 + seconds / 2], [1] if status else [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "expected"), [([], 3, 3), ([15, 2], 1, 143), ([2, 15], 143, 130), ([15], 0, 0), ([], 0, 0)]
+)
+def test_exit_status_after_signals(
+    asked: list[int], status: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the first signal, unless all have ended well nevertheless."""
+    made = list[Any]()
+
+    class Made(contextlib.nullcontext[None]):
+        def __init__(self, *given: Any) -> None:
+            super().__init__()
+            made.extend(given)
+            self.asked = list[int]()
+
+        def signal(self, number: int, frame: object) -> None:
+            self.asked.append(number)
+
+        def wait(self) -> int:
+            for number in asked:
+                signal.raise_signal(number)
+            return status
+
+    monkeypatch.setattr(launch, "Processes", Made)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert launch.launch(["it"], 2) == expected
+    assert made == [["it"], 2, os.environ, "torch"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize(("platform", "interface"), [("linux", "lo"), ("darwin", "lo0"), ("sunos5", "lo0")])
+def test_the_variables_of_started_processes(platform: str, interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of other processes than these; one alone has no place to meet."""
+    started, stray = list[Any](), {"RANK": "7", "PMI_SIZE": "7", "SLURM_JOB_ID": "7", "OTHER": "x"}
+
+    def start(self: Any, before: list[str], env: dict[str, str]) -> Any:
+        started.append((before, dict(env)))
+        return Starter()
+
+    monkeypatch.setattr(launch.Processes, "_start", start)
+    monkeypatch.setattr(launch, "mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(sys, "platform", platform)
+    kept = {"SLURM_JOB_ID": "7", "OTHER": "x"}
+    for count, engine in ((1, "torch"), (2, "torch"), (3, "mpi")):
+        with launch.Processes(["it"], count, stray, engine) as processes:
+            assert len(processes._starters) == len(processes._got) == count
+            meet = {MEET: f"file://{processes._told}/meet", "GLOO_SOCKET_IFNAME": interface}
+        if engine == "mpi":
+            env = {"OTHER": "x", "HYDRA_LAUNCHER": "fork"} | meet
+            assert started == [(["mpiexec", "-n", "3"], env)]
+        elif count == 1:
+            assert started == [([], kept)]
+        else:
+            places = [dict(zip(TORCHRUN, (rank, "2", rank, "2"), strict=True)) for rank in "01"]
+            assert started == [([], kept | meet | place) for place in places]
+        started.clear()
+
+
+def test_mpiexec_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "mpiexec", lambda: None)
+    processes = launch.Processes(["it"], 2, {}, "mpi")
+    with pytest.raises(BackendMissing, match=r"^mpiexec is not there; pip install 'samestep\[mpi\]'$"):
+        processes.__enter__()
+    processes.__exit__()
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [(["own", "other"], "own"), (["own"], "own"), (["other"], "other"), ([], None)],
+)
+def test_the_mpiexec_of_this_python_comes_first(
+    there: list[str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def which(name: str, path: str | None = None) -> str | None:
+        assert (name, path) in (("mpiexec", None), ("mpiexec", os.path.dirname(sys.executable)))
+        place = "own" if path else "other"
+        return place if place in there else None
+
+    monkeypatch.setattr(launch.shutil, "which", which)
+    assert launch.mpiexec() == found
+
+
+def test_a_process_is_started_in_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C in the terminal reaches it through us, and it inherits what rank.py needs."""
+    given = dict[str, Any]()
+
+    def start(command: list[str], **settings: Any) -> Starter:
+        given.update(settings, command=command)
+        return Starter()
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with launch.Processes(["it", "-x"], 1, {}, "torch") as processes:
+        files = [*processes._shown, processes._lifeline]
+        folder = processes._folder.name
+    assert (given["start_new_session"], given["pass_fds"]) == (True, files)
+    arguments = list(map(str, [files[2], folder, *files[:2]]))
+    assert given["command"] == [sys.executable, "-I", "-S", launch.wrapper.__file__, *arguments, "it", "-x"]
+
+
+# rank.py
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "told"),
+    [("true", 0, "0"), ("exit 3", 3, "3"), ("kill -9 $$", 137, "-9"), ("kill $$", 143, "-15")],
+)
+def test_rank_tells_how_its_command_has_ended(command: str, status: int, told: str, tmp_path: Path) -> None:
+    lifeline, ours = os.pipe()
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        files = [lifeline, out.fileno(), err.fileno()]
+        given = map(str, [lifeline, tmp_path, *files[1:], "sh", "-c", f"echo $$; echo err >&2; {command}"])
+        ended = subprocess.run(
+            [sys.executable, "-I", "-S", launch.wrapper.__file__, *given], env=os.environ | {"RANK": "1"}, pass_fds=files,
+            start_new_session=True, capture_output=True, timeout=process_job.DEADLINE,
+        )  # fmt: skip
+    os.close(lifeline)
+    os.close(ours)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, b"", b"")
+    assert (tmp_path / "1.status").read_text() == told
+    assert (tmp_path / "out").read_text().strip() == (tmp_path / "1.pid").read_text()
+    assert (tmp_path / "err").read_text() == "err\n"
+
+
+WATCHED = """
+import os, runpy, signal, sys
+lifeline, ours = os.pipe()
+seen, kept = os.pipe()
+os.dup2(kept, 1)
+os.dup2(kept, 90)  # there are gaps before it
+os.close(kept)
+runpy.run_path(sys.argv[1])["watch"](lifeline)
+os.close(1)
+os.close(90)
+assert os.read(seen, 1) == b""  # the other one has closed them as well
+os.write(2, b"closed")
+os.close(ours)
+signal.pause()
+"""
+
+
+def test_the_watcher_keeps_nothing_open_and_ends_all() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", WATCHED, launch.wrapper.__file__], start_new_session=True,
+        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=process_job.DEADLINE,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (-signal.SIGKILL, b"closed")

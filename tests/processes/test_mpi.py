@@ -371,7 +371,7 @@ def mpi4py(monkeypatch: pytest.MonkeyPatch) -> Any:
     package: Any = ModuleType("mpi4py")
     package.rc = SimpleNamespace(initialize=True, finalize=True)
     package.MPI = SimpleNamespace(
-        Is_initialized=lambda: True, Query_thread=lambda: 3, THREAD_MULTIPLE=3, __file__="mpi.so", ERRORS_RETURN="returned",
+        Is_initialized=lambda: True, Query_thread=lambda: int("3000"), THREAD_MULTIPLE=3000, __file__="mpi.so", ERRORS_RETURN="returned",
         COMM_WORLD=SimpleNamespace(size=2, Set_errhandler=lambda how: setattr(package, "errors", how)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "mpi4py", package)
@@ -415,7 +415,7 @@ def test_mpi_is_initialized_under_watch(mpi4py: Any, monkeypatch: pytest.MonkeyP
     mpi4py.MPI.Is_initialized = lambda: False
     assert mpi.initialized(TWO, 2.0) is mpi4py.MPI
     absent = "not all processes have come within 2 s: were all started, and has none ended?"
-    assert did == [(2.0, mpi._give_up, (absent,)), ("start", True), ("mpi.so", 3), "cancel"]
+    assert did == [(2.0, mpi._give_up, (absent,)), ("start", True), ("mpi.so", 3000), "cancel"]
     assert mpi4py.errors == "returned"
 
 

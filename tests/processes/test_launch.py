@@ -517,7 +517,7 @@ def test_a_process_is_started_in_a_session_of_its_own(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("command", "status", "told"),
-    [("true", 0, "0"), ("exit 3", 3, "3"), ("kill -9 $$", 137, "-9"), ("kill $$", 143, "-15")],
+    [("true", 0, "0"), ("exit 3", 3, "3"), ("kill -9 $$", 137, "-9"), ("kill -1 $$", 129, "-1")],
 )
 def test_rank_tells_how_its_command_has_ended(command: str, status: int, told: str, tmp_path: Path) -> None:
     lifeline, ours = os.pipe()

@@ -134,9 +134,9 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module MPI, for `MpiWorld`; `tests` are the answers to whether all have come."""
     module: Any = SimpleNamespace(
         COMM_WORLD=Comm(), BYTE="byte", ANY_SOURCE="any source", ANY_TAG="any tag", Status=SimpleNamespace, tests=[True],
-        finalized=[],
+        finalized=[], awaited=[],
     )  # fmt: skip
-    module.Request = SimpleNamespace(Testall=lambda requests: module.tests.pop(0))
+    module.Request = SimpleNamespace(Testall=lambda requests: module.awaited.append(requests) or module.tests.pop(0))
     module.Finalize = lambda: module.finalized.append(True)
     monkeypatch.setattr(mpi, "initialized", lambda place, timeout: module)
     monkeypatch.setattr(mpi.atexit, "register", lambda leave: setattr(module, "leave", leave))
@@ -151,6 +151,7 @@ def world(stands_in: Any, clock: Clock) -> Any:
 def test_a_world_that_mpi_connects(world: Any, stands_in: Any) -> None:
     assert (world.rank, world.size, world.timeout, world.broken, world.cause) == (0, 4, 5.0, False, "")
     assert stands_in.leave == world.leave
+    assert stands_in.awaited == [("request",) * 3]
     comms = [world._comms[VECTORS], world._comms[BYTES], world._alarms]
     assert len(set(map(id, comms))) == 3
     world.send(VECTORS, 2, np.array([1, 2], np.uint16), 6)
@@ -196,7 +197,7 @@ def test_what_is_brought_can_be_written_to(world: Any) -> None:
 def test_a_wait_looks_for_alarms_after_a_while(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is known whom it waits for: the first that has not answered."""
     monkeypatch.setattr(mpi, "QUICK", 2)
-    answers, looks = {1: [True], 2: [False] * 5 + [True], 3: [False, True]}, list[Any]()
+    answers, looks = {1: [True], 2: [False] * 5 + [True], 3: [False] * 4 + [True]}, list[Any]()
     monkeypatch.setattr(world, "_look", lambda works, waited: looks.append((waited, [*world._awaited.values()])))
     world.wait([(rank, SimpleNamespace(Test=lambda rank=rank: answers[rank].pop(0))) for rank in (1, 2, 3)])
     assert looks == [(3.0, [2]), (4.0, [2]), (5.0, [2])]
@@ -367,27 +368,28 @@ def test_a_world_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mpi4py(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Stands for the package: MPI is initialized, with all threads, for two processes."""
+    """Stands for the package: MPI is initialized, with all threads, for a thousand processes."""
     package: Any = ModuleType("mpi4py")
     package.rc = SimpleNamespace(initialize=True, finalize=True)
     package.MPI = SimpleNamespace(
-        Is_initialized=lambda: True, Query_thread=lambda: int("3000"), THREAD_MULTIPLE=3000, __file__="mpi.so", ERRORS_RETURN="returned",
-        COMM_WORLD=SimpleNamespace(size=2, Set_errhandler=lambda how: setattr(package, "errors", how)),
+        Is_initialized=lambda: True, Query_thread=lambda: int("3000"), THREAD_MULTIPLE=3000, __file__="mpi.so",
+        ERRORS_RETURN="returned",
+        COMM_WORLD=SimpleNamespace(size=int("1000"), Set_errhandler=lambda how: setattr(package, "errors", how)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "mpi4py", package)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     return package
 
 
-TWO = Place(0, 2, 0, 2, "", "mpi")
+MANY = Place(0, 1000, 0, 2, "", "mpi")
 
 
 def test_mpi_that_is_initialized_already(mpi4py: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mpi.initialized(TWO, 1.0) is mpi4py.MPI
+    assert mpi.initialized(MANY, 1.0) is mpi4py.MPI
     assert mpi4py.rc == SimpleNamespace(initialize=False, finalize=False)
     mpi4py.rc = SimpleNamespace(initialize=True, finalize=True)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi4py.MPI)  # by the user's script
-    assert mpi.initialized(TWO, 1.0) is mpi4py.MPI
+    assert mpi.initialized(MANY, 1.0) is mpi4py.MPI
     assert mpi4py.rc == SimpleNamespace(initialize=True, finalize=True)
 
 
@@ -413,19 +415,19 @@ def test_mpi_is_initialized_under_watch(mpi4py: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mpi.threading, "Timer", Timer)
     monkeypatch.setattr(mpi.ctypes, "CDLL", library)
     mpi4py.MPI.Is_initialized = lambda: False
-    assert mpi.initialized(TWO, 2.0) is mpi4py.MPI
+    assert mpi.initialized(MANY, 2.0) is mpi4py.MPI
     absent = "not all processes have come within 2 s: were all started, and has none ended?"
     assert did == [(2.0, mpi._give_up, (absent,)), ("start", True), ("mpi.so", 3000), "cancel"]
     assert mpi4py.errors == "returned"
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [999, 1001])
 def test_mpi_that_knows_of_other_processes(size: int, mpi4py: Any) -> None:
     mpi4py.MPI.COMM_WORLD.size = size
     with pytest.raises(Invalid) as error:
-        mpi.initialized(TWO, 1.0)
+        mpi.initialized(MANY, 1.0)
     assert str(error.value) == (
-        f"2 processes were started, and MPI knows of {size}: use the mpiexec of the MPI that mpi4py uses, or `srun --mpi=pmi2`"
+        f"1000 processes were started, and MPI knows of {size}: use the mpiexec of the MPI that mpi4py uses, or `srun --mpi=pmi2`"
     )
 
 
@@ -434,7 +436,7 @@ def test_mpi_for_one_thread(mpi4py: Any) -> None:
     with pytest.raises(
         Invalid, match="^MPI was initialized without THREAD_MULTIPLE, which the exchange needs: leave it"
     ):
-        mpi.initialized(TWO, 1.0)
+        mpi.initialized(MANY, 1.0)
 
 
 @pytest.mark.parametrize("kind", [ImportError, RuntimeError])
@@ -445,7 +447,7 @@ def test_mpi4py_without_mpi(kind: type[Exception], mpi4py: Any) -> None:
     del mpi4py.MPI
     mpi4py.__getattr__ = fail
     with pytest.raises(BackendMissing) as error:
-        mpi.initialized(TWO, 1.0)
+        mpi.initialized(MANY, 1.0)
     assert str(error.value) == "mpi4py finds no MPI (no libmpi.so); pip install 'samestep[mpi]'"
 
 

@@ -245,21 +245,21 @@ def test_who_hangs(
     answers: dict[int, int], named: int, seconds: int, world: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mpi, "PATIENCE", 3.0)
-    monkeypatch.setattr(mpi, "QUICK", 1)
     world._alarms.answers = answers
     world._answers = {1: 3}  # said earlier
     assert world._late(1) == f"rank {named} has not answered for 5 s: it hangs, or its host cannot be reached"
     assert clock.now == 100.0 + seconds
-    assert clock.slept[0] == 0
     assert {kind for _, _, _, kind in world._alarms.sent} == {mpi.ASK}
     world.cause = "rank 3 failed: OSError"
     assert world._late(1) == "rank 3 failed: OSError"
 
 
-def test_an_answer_that_takes_a_while(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_takes_a_while(world: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "PATIENCE", 3.0)
+    monkeypatch.setattr(mpi, "QUICK", 1)
     world._alarms.answers, world._alarms.late = {1: 2, 2: 2}, 2
     assert world._late(1).startswith("rank 2 has not answered")
+    assert clock.slept == [0, mpi.NAP, mpi.NAP, 0]
 
 
 def test_alarms(world: Any, clock: Clock) -> None:
@@ -427,7 +427,8 @@ def test_mpi_that_knows_of_other_processes(size: int, mpi4py: Any) -> None:
     with pytest.raises(Invalid) as error:
         mpi.initialized(MANY, 1.0)
     assert str(error.value) == (
-        f"1000 processes were started, and MPI knows of {size}: use the mpiexec of the MPI that mpi4py uses, or `srun --mpi=pmi2`"
+        f"1000 processes were started, and MPI knows of {size}: use the mpiexec of the MPI that mpi4py uses, or "
+        "`srun --mpi=pmi2`"
     )
 
 

@@ -360,6 +360,76 @@ def test_other_threads_hear_nothing() -> None:
         assert signals._guard is guard is done[0]
 
 
+# With a run folder, they only ask
+
+
+def asked(*numbers: int) -> Signals:
+    with Signals(True) as signals_:
+        for number in numbers:
+            signal.raise_signal(number)
+    return signals_
+
+
+@pytest.mark.parametrize(
+    ("numbers", "last", "ends"),
+    [
+        ([], 0, 143),  # it has gone to another process
+        ([signal.SIGTERM], signal.SIGTERM, 143),
+        ([signal.SIGTERM, signal.SIGTERM], signal.SIGTERM, 143),
+        ([signal.SIGINT, signal.SIGTERM], signal.SIGTERM, 143),
+        ([signal.SIGINT], signal.SIGINT, None),
+    ],
+)
+def test_how_a_fit_that_was_asked_to_stop_ends(numbers: list[int], last: int, ends: int | None) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    stopped = asked(*numbers)
+    assert stopped.number == last
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    with pytest.raises(KeyboardInterrupt if ends is None else SystemExit) as error:
+        stopped.end()
+    assert ends is None or error.value.code == ends  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_interrupt_stops_at_once(first: int) -> None:
+    seen = list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        asked(first, signal.SIGINT)
+    with handled(lambda number, frame: seen.append(number)):
+        assert asked(first, signal.SIGINT).number == first
+    assert seen == [signal.SIGINT]
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "raised"),
+    [
+        (signal.SIGINT, NotFinite, KeyboardInterrupt),
+        (signal.SIGINT, SystemExit, SystemExit),
+        (signal.SIGTERM, NotFinite, NotFinite),
+        (0, NotFinite, NotFinite),
+    ],
+)
+def test_which_error_a_fit_ends_with(number: int, error: type[BaseException], raised: type[BaseException]) -> None:
+    with pytest.raises(raised), Signals(True) as signals_:
+        signals_.number = number
+        raise error("something else")
+
+
+def test_signals_that_nobody_wants_are_as_before() -> None:
+    def work() -> None:
+        with Signals(True):  # Python lets no other thread set handlers
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    seen, before = list[Any](), signal.getsignal(signal.SIGTERM)
+    with Signals(False), pytest.raises(KeyboardInterrupt):
+        assert signal.getsignal(signal.SIGTERM) is before
+        ctrl_c()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
 class Hooked(nn.Linear):
     """Does something in a forward pass."""
 

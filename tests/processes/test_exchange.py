@@ -114,6 +114,7 @@ class Thread(World):
     def __init__(self, rank: int, size: int, mail: Mail, lose: bool = False) -> None:
         super().__init__(rank, size, DEADLINE)
         self.mail, self.lose, self.sent, self.swaps = mail, lose, 0, 0
+        self.made = list[int]()  # numbers that memory was asked for
 
     def swap(self, sends: Any, receives: Any) -> Any:
         for i, (to, vector) in enumerate(sends):
@@ -141,6 +142,7 @@ class Thread(World):
                 memory.copy_(content)
 
     def empty(self, size: int, like: torch.Tensor) -> torch.Tensor:
+        self.made.append(size)
         return torch.full((size,), torch.nan, dtype=like.dtype)
 
     def bring(self, vector: torch.Tensor) -> torch.Tensor:
@@ -230,6 +232,66 @@ def test_across_sends_a_third_more_where_three_share_eight_shards() -> None:
     """Two processes hold two parts each, one holds one: 5/3 of what a ring's first half sends, and its second half."""
     sent = [world.sent for world in check_across(floats(8, 30), cut(8, 3))]
     assert sent == [2 * 20 + 20, 2 * 20 + 20, 20 + 20]
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk", "bands", "made"),
+    [
+        (29, 1 << 19, 3, [[29, 4 * 3], [29, 3 * 3], [29, 3 * 4]]),  # bands of 10, 10 and 9 numbers
+        (
+            30,
+            1,
+            1,
+            [[30, 3, 3, 3, 3], [30, 3, 3, 3, 3], [30, 4, 4, 4, 4]],
+        ),  # ten chunks, of which four are on their way
+    ],
+)
+def test_across_keeps_its_memory(
+    size: int, chunk: int, bands: int, made: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the sum, and for the parts of others: three, three and four of them."""
+    monkeypatch.setattr(exchange, "CHUNK", chunk)
+    assert [world.made for world in check_across(floats(8, size), cut(8, 3), bands=bands)] == made
+
+
+def test_across_begins_chunks_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten chunks, of which four are on their way at once: s for a swap, e for what is expected, w for a wait."""
+    did = list[str]()
+
+    class Noted(Thread):
+        def swap(self, sends: Any, receives: Any) -> Any:
+            did.append("s")
+            return [], []
+
+        def expect(self, receives: Any) -> Any:
+            did.append("e")
+
+        def wait(self, works: Any) -> None:
+            did.append("w")
+
+    monkeypatch.setattr(exchange, "CHUNK", 1)
+    vector = torch.arange(10.0)
+    across = Across(Noted(0, 1, Mail()), BACKEND, cpu(), vector, 10)
+    assert across.sum({(0, 1): vector}, [[(0, 1)]], 1, 0, 10) is vector  # not a copy
+    assert "".join(did) == "se" * 4 + "wsse" * 4 + "wssew" * 2 + "wsw" * 4 + "w" * 4 + "w"
+
+
+def test_across_returns_the_whole_vector_also_for_a_part_of_it() -> None:
+    vector = torch.arange(3.0)
+    across = Across(Thread(0, 1, Mail()), BACKEND, cpu(), vector, 3)
+    for lo, hi in [(1, 2), (0, 1), (2, 3)]:
+        assert across.sum({(0, 1): vector[lo:hi]}, [[(0, 1)]], 1, lo, hi) is across.total
+    assert across.total.tolist() == [0, 1, 2]
+
+
+def test_across_adds_where_the_sum_will_be_needed() -> None:
+    across = Across(Thread(1, 4, Mail()), BACKEND, cpu(), torch.ones(2), 2)
+    own, left, right = torch.ones(2), torch.ones(2), torch.ones(2)
+    assert across._add(own, left, own) is own
+    assert across._add(own, own, right) is own
+    assert across._add(own, left, right) is left
+    assert (own.tolist(), left.tolist(), right.tolist()) == ([3, 3], [2, 2], [1, 1])
+    assert across._others == [2, 3, 0]  # each process begins with another one
 
 
 class InOrderOfRanks(Across):

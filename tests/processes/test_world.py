@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samestep.devices import gpu
+from samestep.devices import cpu, gpu
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes import torch as engine
 from samestep.processes.place import Place
@@ -61,16 +61,21 @@ def test_how_vectors_travel(
     wanted: str, serials: list[bytes], nccl: bool, through: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From GPU to GPU if every process has its own; else through the host."""
-    world, made = object.__new__(engine.TorchWorld), list[str]()
+    world, made, told = object.__new__(engine.TorchWorld), list[str](), list[bytes]()
     monkeypatch.setenv(engine.TRANSPORT, wanted)
-    monkeypatch.setattr(world, "collect", lambda text: serials, raising=False)
+    monkeypatch.setattr(world, "collect", lambda text: told.append(text) or serials, raising=False)
     monkeypatch.setattr(engine.torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=index))
     monkeypatch.setattr(engine.torch.cuda, "set_device", lambda device: made.append(str(device)))
     monkeypatch.setattr(engine.dist, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(engine.dist, "new_group", lambda backend, timeout: made.append(backend))
-    world.prepare([gpu(1), gpu(0)], 5.0)
+    world.prepare([gpu(1), gpu(0), gpu(0)], 5.0)
     assert str(world._through) == through
     assert made == ([] if through == "cpu" else [through, "nccl"])
+    serials[0] = b""
+    if not wanted:
+        world.prepare([cpu(), cpu()], 6.0)
+        assert (str(world._through), world.timeout) == ("cpu", 6.0)
+        assert told == [b"1 0", b""]
 
 
 @pytest.mark.parametrize(
@@ -560,6 +565,41 @@ def test_who_is_missing_when_the_store_is_gone(rank: int, left: int, missing: li
     """Rank 0, which held it, unless others were seen to be missing."""
     store = Breaks(left)
     assert engine._gather(store, rank, 3, 60.0) == (store, missing)
+
+
+@pytest.mark.parametrize(("came", "missing"), [(True, [0]), (False, [1])])
+def test_who_was_missing_before_the_store_was_gone(
+    came: bool, missing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all were there, it is rank 0, which held the store."""
+    checked = list[int]()
+
+    def check(names: list[str]) -> bool:
+        checked.append(len(names))
+        if checked.count(2) == 2:
+            raise RuntimeError("Connection reset by peer")
+        return names == ["here/0"] or (came and names == ["here/1"])
+
+    part = SimpleNamespace(set=lambda name, value: None, check=check)
+    store = engine.c10d.HashStore()
+    monkeypatch.setattr(engine, "c10d", SimpleNamespace(PrefixStore=lambda name, store: part))
+    assert engine._gather(store, 0, 2, 60.0) == (store, missing)
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, [2]), (1, [0, 2])])
+def test_those_who_have_not_come_in_time(rank: int, missing: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep takes a quarter of a second; after the first look, rank 1 comes to rank 0."""
+    now, store, prefix = [100.0], engine.c10d.HashStore(), engine.c10d.PrefixStore
+
+    def sleep(seconds: float) -> None:
+        now[0] += 0.25
+        if rank == 0 and now[0] == 100.5:
+            first, _ = json.loads(store.get("samestep/seen"))
+            prefix(f"samestep/{first}", store).set("here/1", "")
+
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    assert engine._gather(store, rank, 3, 1.5) == (store, missing)
+    assert now == [101.75]
 
 
 def test_who_leaves_no_note() -> None:

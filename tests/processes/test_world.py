@@ -103,6 +103,7 @@ def test_everybody_has_come() -> None:
         ({2: 1, 1: 3}, 2, "rank 3 is gone"),  # at the end of those who wait for each other
         ({1: 0, 3: 0}, -1, "rank 2 is gone"),  # the library does not tell whom: it is the only silent one
         ({1: 0}, -1, "a process is gone"),  # two are silent
+        ({1: 0, 2: 0, 3: 0}, -1, "a process is gone"),  # none is
     ],
 )
 def test_who_is_lost(waits_for: dict[int, int], asked: int, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ class TorchWorld(World):
             asked, began = {self.rank}, time.monotonic()
             if rank < 0:  # not told by the library
                 silent = _without(store, "lost", self.others, ALIVE)
-                rank = silent[0] if len(silent) == 1 else -1
+                rank = silent[0] if len(silent) == 1 else NOBODY
             culprit = rank, late
             while rank >= 0 and rank not in asked:
                 asked.add(rank)

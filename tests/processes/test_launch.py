@@ -392,6 +392,7 @@ def test_chosen_processes_are_killed(ranks: list[int] | None, ended: list[int], 
         ([[None, 0], [None, 0], [0, 0]], 0, 2),
         ([[None, None], [None, 3], [0, 3]], 3, 2),
         ([[None, -15], [4, -15]], 143, 1),  # the first one counts
+        ([[0, -1]], 129, 0),
         ([[None, -9], *[[None, -9]] * 9], 137, 3),  # the other does not end
         ([[None, 1], *[[None, 1]] * 9], 1, 3),
     ],
@@ -399,9 +400,9 @@ def test_chosen_processes_are_killed(ranks: list[int] | None, ended: list[int], 
 def test_waiting_for_processes(
     seen: list[list[int | None]], status: int, seconds: int, killed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sleep takes half a second, and those that are left after a failure have one and a quarter."""
+    """A sleep takes half a second, and those that are left after a failure have one."""
     now, noted = [100.0], list[int]()
-    monkeypatch.setattr(launch, "GRACE", 1.25)
+    monkeypatch.setattr(launch, "GRACE", 1.0)
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda poll: now.append(now.pop() + 0.5))
     monkeypatch.setattr(launch, "time", clock)
     with entered(Told()) as processes:

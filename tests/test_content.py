@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import math
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from samestep import content
 from samestep.content import MOST, Content, Model, divided
 
 FACTOR = 2.0
@@ -71,6 +73,18 @@ def code(text: str, **space: Any) -> Any:
     return space["f"]
 
 
+def with_attributes(**values: Any) -> Any:
+    function = code("def f(x): return x")
+    vars(function).update(values)
+    return function
+
+
+def holds_itself() -> Any:
+    space = types.SimpleNamespace()
+    space.inner = space
+    return space
+
+
 ALIKE = {
     "numbers": lambda: [1, 1.5, True, None, "a", b"b", 2j, ...],
     "array": lambda: np.arange(6).reshape(2, 3).T,
@@ -98,6 +112,15 @@ ALIKE = {
     "code": lambda: code("def f(x):\n    return x + 1"),
     "a text in a function": lambda: code(f"def f(x):\n    'text {os.urandom(4).hex()}'\n    return x + 1"),
     "an attribute that has the name of a global": lambda: f_of("return x.lock", lock=threading.Lock()),
+    "and of one of a function inside": lambda: f_of("return lambda: x.lock", lock=threading.Lock()),
+    "what a function is around": lambda: with_attributes(__wrapped__=os.urandom(4)),
+    "what every module has": lambda: f_of("return __name__", __name__=os.urandom(4).hex()),
+    "a variable that is not there yet": lambda: code(
+        "def g():\n def f(): return k\n if not 1: k = 1\n return f\nf = g()"
+    ),
+    "a namespace that holds itself": lambda: f_of("return s.inner", s=holds_itself()),
+    "array of objects": lambda: np.array([[1], "a"], object),
+    "method of an array": lambda: np.ones(3).sum,
     "lines": lambda: code("\n" * ord(os.urandom(1)) + "def f(x): return x"),
 }
 
@@ -115,6 +138,9 @@ DIFFERENT = {
     "member": (Colour.RED, Colour.BLUE), "arguments": (functools.partial(made, 1), functools.partial(made, 2)),
     "function of a library": (np.tanh, np.sin), "pattern": (re.compile("a"), re.compile("b")),
     "state": (np.random.default_rng(1), np.random.default_rng(2)), "set": ({1, 2}, {1, 3}),
+    "items of a mapping": (OrderedDict(a=1), OrderedDict(a=2)), "library": (math.sin, np.sin),
+    "array of objects": (np.array([[1], "a"], object), np.array([[2], "a"], object)),
+    "method of an array": (np.ones(3).sum, np.zeros(3).sum),
 }  # fmt: skip
 
 
@@ -132,6 +158,11 @@ FUNCTIONS = {
     "a constant": (f_of("return x + 1"), f_of("return x + 2")),
     "a name": (f_of("return abs(x)"), f_of("return len(x)")),
     "a function inside": (f_of("return lambda: x + 1"), f_of("return lambda: x + 2")),
+    "a constant after a text": [code(f"def f(x):\n 'text'\n return x + {number}") for number in (1000.5, 2000.5)],
+    "an attribute": (with_attributes(a=1), with_attributes(a=2)),
+    "an attribute with a capital": (with_attributes(A=1), with_attributes(A=2)),
+    "a global with underscores before": (f_of("return x * __k", __k=1), f_of("return x * __k", __k=2)),
+    "a global with underscores after": (f_of("return x * k__", k__=1), f_of("return x * k__", k__=2)),
     "a default": (code("def f(x=1): return x"), code("def f(x=2): return x")),
     "a global": (f_of("return x * k", k=1), f_of("return x * k", k=2)),
     "a function it calls": [f_of("return g(x)", g=code(f"def f(x): return {body}")) for body in ("x", "-x")],
@@ -149,6 +180,11 @@ def test_what_a_function_closes_over_and_of_namespaces_only_what_it_uses() -> No
     one, other, more = (argparse.Namespace(smooth=s, epochs=e) for s, e in ((0.1, 3), (0.2, 3), (0.1, 9)))
     assert changed(f_of("return x * s.smooth", s=one), f_of("return x * s.smooth", s=other)) == {"f()"}
     assert changed(f_of("return x * s.smooth", s=one), f_of("return x * s.smooth", s=more)) == set()
+    inner = "return lambda: x * s.smooth"
+    assert changed(f_of(inner, s=one), f_of(inner, s=other)) == {"f()"}
+    assert changed(f_of(inner, s=one), f_of(inner, s=more)) == set()
+    arrays = [types.SimpleNamespace(smooth=np.full(3, value)) for value in (1, 2)]
+    assert changed(*(f_of("return x * s.smooth", s=s) for s in arrays)) == {"f()"}
     helpers = [types.ModuleType("helpers") for _ in range(3)]
     for module, value, unused in zip(helpers, (1, 2, 1), (1, 1, 2), strict=True):
         module.used, module.unused = value, unused  # type: ignore[attr-defined]
@@ -207,6 +243,63 @@ def test_deep_and_many() -> None:
     a, b = told(0.1, MOST), told(0.2, MOST)
     assert len(a) < 10
     assert {name for name in a if a[name] != b[name]} == {"layers"}
+
+
+def test_a_thousand_parts_are_told_one_by_one() -> None:
+    """Of more, all that are parts of another one together."""
+    found = Content()
+    found.parts = {"m": "0", "f()": "1", "n.x": "2"} | {f"m.{i}": "3" for i in range(997)}
+    assert found.told() == found.parts
+    found.parts["m.997"] = "3"
+    told = found.told()
+    assert told == {"m": "0", "f()": "1", "n.x": "2", "layers": told["layers"]}
+    found.parts["m.997"] = "4"
+    assert found.told()["layers"] != told["layers"]
+    assert len(told["layers"]) == 16
+
+
+def test_of_a_large_array_a_thousand_rows_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert content.WHOLE == 268_435_456  # bytes
+    monkeypatch.setattr(content, "WHOLE", 16_384)
+    for rows, step in ((2048, 2), (2049, 3)):
+        one = np.zeros((rows, 2))
+        seen = []
+        for row in range(7):
+            other = one.copy()
+            other[row, 1] = 1
+            seen.append(changed(one, other) == {"it"})
+        assert seen == [row % step == 0 for row in range(7)]
+    one, other = np.zeros(2048), np.zeros(2048)  # which is not too large
+    other[1] = 1
+    assert changed(one, other) == {"it"}
+
+
+def test_hashes_never_change() -> None:
+    """Another version of samestep would else refuse to go on with a run."""
+    things = {
+        "plain": [1, 1.5, True, None, "a", b"b"], "nested": {"a": (1, {2})}, "array": np.arange(3, dtype="<i4"),
+        "ordered": OrderedDict(a=1), "function": math.sin,
+    }  # fmt: skip
+    assert {name: parts(thing)["it"] for name, thing in things.items()} == {
+        "plain": "4cd9c407ae04a27e", "nested": "9437171ba800d099", "array": "425ca36d72860d2e", "ordered": "eae4847b0f33f3f8",
+        "function": "91d4f9e37303b48f",
+    }  # fmt: skip
+
+
+def test_the_values_of_weights_count_unless_it_is_said() -> None:
+    asked: list[bool] = []
+    found = Content(lambda thing, weights: asked.append(weights))
+    found.add("one", [])
+    found.add("other", (), weights=False)
+    assert asked == [True, False]
+
+
+def test_a_package_is_known_by_its_version() -> None:
+    assert (content._version("numpy.linalg"), content._version("json.decoder")) == (np.__version__, "")
+    assert content._version("of_nobody") == ""
+    assert content._is_installed("numpy.of_a_name_that_is_not_there_any_more")
+    assert not content._is_installed("of_nobody")
+    assert not content._is_installed(None)
 
 
 def test_the_same_in_another_process() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.draws import SAMPLINGS, evaluation_keys, keys_from, order
+from samestep.draws import SAMPLINGS, check, evaluation_keys, halves, keys_from, normal, order
 from samestep.errors import Invalid
 
 properties = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -109,6 +109,26 @@ def test_a_key_is_a_python_int_that_uses_all_of_63_bits() -> None:
     assert (every, some) == (0, (1 << 63) - 1)  # no bit is always set, none never
 
 
+def test_a_key_as_two_numbers_of_32_bits() -> None:
+    assert halves(2**63 - 1).tolist() == [2**31 - 1, 2**32 - 1]
+    assert halves(7 << 32 | 9, np.uint32).tolist() == [7, 9]
+    assert (halves(0).dtype, halves(0, np.uint32).dtype) == (np.int64, np.uint32)
+
+
+def raw(seed: int, purpose: int, index: int) -> np.random.Philox:
+    return np.random.Philox(key=np.array([seed, purpose], np.uint64), counter=np.array([0, 0, index, 0], np.uint64))
+
+
+def test_every_purpose_has_draws_of_its_own() -> None:
+    """By a number, which never changes: 4 for the noise of an optimizer, 5 for the steps that are checked."""
+    expected = np.random.Generator(raw(7, 4, 3)).standard_normal(5)
+    assert normal(7, 3, 5, "float64").tolist() == expected.tolist()
+    assert normal(7, 3, 5, "float32").tolist() == expected.astype(np.float32).tolist()
+    for window in range(5):
+        step, shard = raw(7, 5, window).random_raw(2).tolist()
+        assert check(7, window, 10) == (step % 10, shard)
+
+
 def test_draws_neither_read_nor_move_a_global_generator() -> None:
     def everything() -> list[list[int]]:
         return [*(order(1, 2, 30, sampling).tolist() for sampling in SAMPLINGS), keys(1, 2, 8), evaluation_keys(1, 8)]
@@ -141,7 +161,8 @@ def test_keys_one_step_after_the_other_are_those_of_each_step(seed: int, step: i
 
 def test_an_order_of_equal_draws_is_that_of_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick sort may not decide between equal draws: they keep the order of the examples."""
-    drawn = np.random.default_rng(0).integers(0, 50, 1000).astype(np.uint64)
+    drawn = np.random.default_rng(0).integers(1, 50, 1000).astype(np.uint64)
+    drawn[500] = 0  # the least of them comes once
     monkeypatch.setattr("samestep.draws._philox", lambda *about: SimpleNamespace(random_raw=lambda count: drawn))
     assert order(0, 0, 1000).tolist() == sorted(range(1000), key=lambda i: (drawn[i], i))
     assert np.argsort(drawn).tolist() != order(0, 0, 1000).tolist()  # what it would be

@@ -1,5 +1,6 @@
 """The fingerprint of vectors after a step, against Python's whole numbers; what it must tell apart."""
 
+import hashlib
 import itertools
 from typing import Any
 
@@ -28,6 +29,26 @@ def test_vectors_on_another_device_are_not_brought_to_the_host() -> None:
     for n in (5, 9000):
         there = VectorFingerprint([torch.empty(n, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")])()
         assert (there.device.type, there.dtype, there.shape) == ("meta", torch.int64, (1,))
+
+
+def test_the_numbers_of_a_fingerprint_never_change_and_are_odd() -> None:
+    """Beyond 131,072 they begin again."""
+    numbers = fingerprint.odd(131_072 + 3)
+    raw = np.random.Philox(key=0).random_raw(131_072) | np.uint64(1)
+    assert numbers[:-3].view(np.uint64).tolist() == raw.tolist()
+    assert numbers[-3:].tolist() == numbers[:3].tolist()
+    assert [int(number) % 1000 for number in raw[:4]] == [259, 459, 49, 557]
+    assert len(set(raw.tolist())) == 131_072
+    assert not (raw % 2 == 0).any()
+
+
+def test_a_short_hash_of_arrays_and_a_text() -> None:
+    one = np.arange(6, dtype=np.int8)
+    assert (
+        fingerprint.hashed(one, one[::2], text="é")
+        == hashlib.sha256("é".encode() + bytes([0, 1, 2, 3, 4, 5, 0, 2, 4])).hexdigest()[:16]
+    )
+    assert len(fingerprint.hashed()) == 16
 
 
 def test_the_fingerprint_of_a_step_tells_places_apart() -> None:

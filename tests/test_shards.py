@@ -88,6 +88,10 @@ def test_cut_pass_takes_every_example_once(n: int, batch_size: int, shards: int)
     assert all(len(batch) == min(shards, batch[-1][1] - batch[0][0]) for batch in batches)
 
 
+def test_empty_shards_are_left_out_whatever_their_number() -> None:
+    assert cut_pass(300, 300, 400) == [[(i, i + 1) for i in range(300)]]
+
+
 def test_an_uneven_last_batch_is_cut_like_any_other() -> None:
     assert cut_pass(9, 4, 3) == [[(0, 2), (2, 3), (3, 4)], [(4, 6), (6, 7), (7, 8)], [(8, 9)]]
 
@@ -277,10 +281,10 @@ def test_a_shard_that_comes_twice_after_its_sum_is_noticed() -> None:
 
 def test_a_shard_that_comes_twice_before_its_sum_is_noticed() -> None:
     fold: Fold[int] = Fold(2, plus)
-    with pytest.raises(Invalid):
-        for leaf, value in ((0, 1), (0, 10), (1, 100)):
-            fold.add((leaf, leaf + 1), value)
-        fold.total()
+    fold.add((1, 2), 1)
+    with pytest.raises(Invalid, match=r"^shards \[1, 2\) were added twice$"):
+        fold.add((1, 2), 10)
+    assert fold.parts == {(1, 2): 1}
 
 
 @properties

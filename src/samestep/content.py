@@ -82,7 +82,6 @@ class Content:
         self.parts: dict[str, str] = {}
         self.unchecked: list[str] = []
         self._known = known  # `content` of a backend
-        self._weights = True
         self._digests: dict[int, bytes] = {}
         self._kept: list[Any] = []  # so that no other object gets the number of one that was seen
 
@@ -239,7 +238,7 @@ class Content:
         home = getattr(thing, "__self__", None)
         if home is not None and not isinstance(home, types.ModuleType):
             return self._all("method", [thing.__name__, home], where)
-        module = getattr(thing, "__module__", None) or getattr(getattr(thing, "__objclass__", 0), "__module__", "numpy")
+        module = getattr(thing, "__module__", None) or getattr(getattr(thing, "__objclass__", None), "__module__", "numpy")
         if not _is_installed(module):
             return self._unknown(thing, where)
         name = getattr(thing, "__qualname__", thing.__name__)  # of a method, with its class
@@ -280,7 +279,7 @@ def _is_installed(module: str | None) -> bool:
     """Whether a module belongs to Python, to an installed package, or to samestep, and so is known by a version."""
     root = str(module).partition(".")[0]
     if root in OURS:
-        return root != "__main__"
+        return True
     found = sys.modules.get(str(module)) or sys.modules.get(root)
     return not PACKAGES.isdisjoint(Path(getattr(found, "__file__", None) or "").parts)
 

@@ -81,4 +81,4 @@ def halves(key: int, dtype: Any = np.int64) -> NDArray[Any]:
     >>> halves(3 << 32 | 5)
     array([3, 5])
     """
-    return np.array([key >> 32 & 0xFFFFFFFF, key & 0xFFFFFFFF], dtype)
+    return np.array([key >> 32, key & 0xFFFFFFFF], dtype)

@@ -63,7 +63,7 @@ def sibling(lo: int, hi: int, n: int) -> Span | None:
     """
     a, b, other = 0, n, None
     while (a, b) != (lo, hi):
-        if not (a <= lo < hi <= b) or b - a == 1:
+        if not a <= lo < hi <= b:
             raise Invalid(f"[{lo}, {hi}) is not a node of the tree over {n} shards")
         mid = middle(a, b)
         if hi <= mid:

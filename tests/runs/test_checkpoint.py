@@ -204,6 +204,7 @@ def test_what_is_packed_is_unpacked(drawn: dict[str, tuple[Any, str]]) -> None:
     tensors = {f"model:{name}": LAYOUTS[layout](array) for name, (array, layout) in drawn.items()}
     about = {"step": 7, "text": '"0000', "half": 0.1, "zeros": checkpoint.NO_HASH, "nothing": None}
     content = b"".join(pack(about, tensors))
+    assert int.from_bytes(content[:8], "little") % 8 == 0
     back = unpack(content, "x")
     assert back.about == about
     for others in (back.tensors, load(content)):
@@ -316,6 +317,8 @@ def test_files_that_are_not_checkpoints(made: tuple[ss.Run, Path], tmp_path: Pat
     assert_damaged(tmp_path / "weights", (made[1] / "weights.safetensors").read_bytes())
     for content in (b"", b"\0" * 8, b"\2" + bytes(7) + b"{}", b"\x80\x04K\x01.", b"[" * 100_000):
         assert_damaged(tmp_path / "other", content)
+    for header in (b"[]", b'{"__metadata__": {"sha256": 5}}'):
+        assert_damaged(tmp_path / "header", len(header).to_bytes(8, "little") + header)
     deep = b"[" * 100_000
     assert_damaged(tmp_path / "deep", len(deep).to_bytes(8, "little") + deep)
     with pytest.raises(Invalid) as caught:
@@ -324,6 +327,20 @@ def test_files_that_are_not_checkpoints(made: tuple[ss.Run, Path], tmp_path: Pat
     with pytest.raises(Invalid) as caught:
         read(tmp_path)
     assert str(caught.value) == f"{tmp_path} cannot be read: Is a directory"
+
+
+def test_a_file_whose_hash_holds_and_whose_tensors_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(checkpoint.TYPES, "f4", "F31")
+    assert_damaged(tmp_path / "other", b"".join(pack({"step": 1}, {"w": np.zeros(2, np.float32)})))
+
+
+def test_a_metric_is_read_only_if_the_header_is_shorter_than_the_file(tmp_path: Path) -> None:
+    (content,) = pack({"metric": 0.5}, {})
+    for length, metric in ((len(content) - 8, 0.5), (len(content), None), (2**63 - 1, None)):
+        (tmp_path / "file").write_bytes(length.to_bytes(8, "little") + content[8:])
+        assert checkpoint.metric(tmp_path / "file") == metric
 
 
 def test_only_checkpoints_are_taken_for_checkpoints(tmp_path: Path) -> None:
@@ -689,6 +706,38 @@ def test_the_last_few_and_the_best_are_kept(
     assert [read(path).tensors["w"].tolist() for path in paths(tmp_path)] == [[step] * 3 for step in kept[-1]]
 
 
+def test_a_checkpoint_that_somebody_has_deleted_is_not_missed(writer: Callable[..., Writer], tmp_path: Path) -> None:
+    one = writer(1)
+    for step in (1, 2):
+        one.submit({"step": step, "metric": None}, {"w": np.zeros(2)})
+        in_time(one.flush)  # warnings are errors
+        paths(tmp_path)[0].unlink()
+    assert one.written == 2
+
+
+def test_which_checkpoint_is_kept_when_one_cannot_be_written(writer: Callable[..., Writer], tmp_path: Path) -> None:
+    """The last one, also of later steps; never the one that was to be written again."""
+    states = iter([None, OSError(errno.ENOSPC, FULL), OSError("gone"), None, OSError(errno.EIO, "broken")])
+
+    def before() -> None:
+        if state := next(states):
+            raise state
+
+    one = writer(9, before)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in (5, 5, 3, 2, 5):
+            one.submit({"step": step, "metric": None}, {"w": np.zeros(2)})
+            in_time(one.flush)
+    assert [str(warning.message) for warning in told] == [
+        f"{name(step)[0]} could not be written ({why}); {kept}, and training goes on"
+        for step, why, kept in (
+            (5, FULL, "there is none before it"), (3, "gone", f"{name(5)[0]} is kept"), (5, "broken", f"{name(2)[0]} is kept"),
+        )
+    ]  # fmt: skip
+    assert names(tmp_path) == name(2, 5)
+
+
 def test_a_fit_keeps_the_last_few_and_the_best(folder: Path, patient: None) -> None:
     """With a rate that becomes far too high, the first epochs are the best."""
     schedule = lambda t: 0.05 if t < 2 * STEPS else 5.0  # noqa: E731
@@ -883,6 +932,7 @@ def test_cadence_of_steps_and_epochs() -> None:
     assert due("1 epoch") == [5, 10, 15, 20]
     assert due("3 epochs") == [15]
     assert due("1000 h") == []
+    assert [Cadence(every, 5).seconds for every in (None, 7, "3 epochs", "3 min")] == [0.0, 0.0, 0.0, 180.0]
 
 
 def test_cadence_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

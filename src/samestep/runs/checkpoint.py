@@ -64,7 +64,7 @@ def pack(about: Mapping[str, Any], tensors: Tensors) -> list[Any]:
         # a copy only where the memory is in another order
         array = np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<")).reshape(-1)
         kind = TYPES.get(array.dtype.str[1:])
-        if kind is None:
+        if not kind:
             raise WrongType(f"{name} is of type {tensor.dtype}, which a checkpoint cannot hold: convert it")
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
@@ -87,7 +87,7 @@ def unpack(content: bytes, name: str) -> Checkpoint:
         size = int.from_bytes(content[:8], "little")
         text = content[8 : 8 + size]
         kept = json.loads(text)["__metadata__"]["sha256"]
-        digest = hashlib.sha256(text.replace(kept.encode(), NO_HASH.encode(), 1))
+        digest = hashlib.sha256(text.replace(kept.encode(), NO_HASH.encode()))
         digest.update(memoryview(content)[8 + size :])
         if digest.hexdigest() != kept:
             raise ValueError("its hash does not hold")

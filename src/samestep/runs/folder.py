@@ -28,7 +28,7 @@ class RunFolder:
     """Writes a run folder while a fit goes on; finds out what of it is there already."""
 
     def __init__(
-        self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any = "auto", keep: int = 3, last: int = 0,
+        self, path: str | os.PathLike[str], recipe: dict[str, Any], resume: Any, keep: int, last: int,
         accept: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.path, self._accept = Path(path), set(accept)
@@ -56,7 +56,7 @@ class RunFolder:
                     recipe["accepted"] = past + now
             self._prepare(recipe, last)
             undo.pop_all()
-        self._begun = self.checkpoint is not None
+        self._begun = bool(self.checkpoint)
         self.writer = Writer(self.path, keep, self._sync)
 
     @contextmanager
@@ -143,7 +143,7 @@ class RunFolder:
         found = differences(recipe, old, besides)
         kinds = {name: kind for kind, names in ACCEPT.items() for name in names}
         of = {name: kinds.get(name.partition(".")[0], "") for name in found}
-        if not found or set(of.values()) <= self._accept:
+        if set(of.values()) <= self._accept:
             self.accepted |= found
             return
         hint = ""

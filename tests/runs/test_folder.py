@@ -252,7 +252,7 @@ def test_nothing_of_another_run_is_kept_aside(path: Path, tmp_path: Path) -> Non
     """Its log cannot even be read."""
     (path / "events.jsonl").unlink()
     (path / "events.jsonl").mkdir()
-    new, before = tmp_path / "new", contents(path)
+    new, before = tmp_path / "far" / "below", contents(path)
     with pytest.warns(UserWarning, match="cannot be used") as told, pytest.raises(Invalid) as caught:
         opened(new, resume=path)
     assert str(caught.value) == f"resume: {path} has no checkpoint that can be used"
@@ -264,7 +264,7 @@ def test_nothing_of_another_run_is_kept_aside(path: Path, tmp_path: Path) -> Non
         )
     ]
     assert contents(path) == before
-    assert not new.exists()
+    assert not (tmp_path / "far").exists()
 
 
 def test_going_back_keeps_newer_checkpoints_aside(path: Path) -> None:

@@ -14,6 +14,11 @@ def test_the_file_of_a_recipe() -> None:
     text, digest = recipe_text({"seed": 0}), hashlib.sha256(b'{"seed": 0}').hexdigest()
     assert text.decode() == f'{{\n  "seed": 0,\n  "sha256": "{digest}"\n}}\n'
     assert read_recipe(text) == {"seed": 0}
+    for other in ("0" * 64, "f" * 64):
+        with pytest.raises(ValueError, match="^it was changed after it was written$"):
+            read_recipe(text.replace(digest.encode(), other.encode()))
+    with pytest.raises(ValueError, match="^it is not a recipe$"):
+        read_recipe(b"[]")
 
 
 def test_values_that_are_equal_and_not_the_same_are_told() -> None:

@@ -90,7 +90,7 @@ def test_one_number_against_another() -> None:
         checks.at_most("f", "a", 2, "b", 1)
 
 
-def test_lists() -> None:
+def test_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.numbers("", "n", np.array([1, 2])) == (1.0, 2.0)
     assert checks.boundaries("", "n", range(3000)) == tuple(range(3000))
     assert checks.boundaries("", "n", [5]) == (5,)
@@ -101,6 +101,9 @@ def test_lists() -> None:
     with pytest.raises(Invalid, match=r"^n\[1\] must be finite and at least 0, got n\[1\]=-1$"):
         checks.numbers("", "n", [1, -1])
     assert refused(Invalid, checks.numbers, range(10**8 + 1)) == "shorter, got n=range(0, 100000001)"
+    as_it_is = type("AsItIs", (), {"__new__": lambda cls, values: values})  # a list would take a gigabyte
+    monkeypatch.setattr(checks, "list", as_it_is, raising=False)
+    assert checks._listed("", "n", range(10**8)) == range(10**8)
 
 
 def test_texts_choices_and_flags() -> None:

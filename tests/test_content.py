@@ -32,6 +32,7 @@ def parts(thing: Any) -> dict[str, str]:
     found = Content()
     found.add("it", thing)
     assert found.unchecked == []
+    assert {len(digest) for digest in found.parts.values()} == {16}
     return found.parts
 
 
@@ -328,6 +329,13 @@ def test_layers_in_lists_and_dictionaries_have_names_of_their_own() -> None:
     assert state["blocks"] == [list, {"blocks.1": 3}]
     assert state["by"] == [dict, {}]
     assert (state["sizes"], state["n"]) == ((1, 2), 7)
+
+
+def test_a_layer_is_told_by_its_attributes() -> None:
+    """Hooks without the numbers under which they are kept, other dictionaries as they are."""
+    layer = types.SimpleNamespace(forward_hooks={7: len}, sizes={1: 2}, hooks_seen=3, secret=4)
+    state = {"forward_hooks": [len], "sizes": {1: 2}, "hooks_seen": 3}
+    assert Model.of(layer, {"secret"}, [5], {"a": 6}) == Model(types.SimpleNamespace, [state, [5]], {"a": 6})
 
 
 def test_methods_in_c_are_told_by_their_class() -> None:

@@ -238,7 +238,7 @@ class Content:
         home = getattr(thing, "__self__", None)
         if home is not None and not isinstance(home, types.ModuleType):
             return self._all("method", [thing.__name__, home], where)
-        module = getattr(thing, "__module__", None) or getattr(getattr(thing, "__objclass__", None), "__module__", "numpy")
+        module = getattr(thing, "__module__", None) or getattr(getattr(thing, "__objclass__", 0), "__module__", "numpy")
         if not _is_installed(module):
             return self._unknown(thing, where)
         name = getattr(thing, "__qualname__", thing.__name__)  # of a method, with its class

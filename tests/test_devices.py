@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from samestep.backends import find
 from samestep.backends.arrays import device_of, get, num_gpus, put, same_device, try_all_gpus, try_gpu
 from samestep.backends.base import Backend
-from samestep.devices import Device, cpu, gpu, resolve
+from samestep.devices import Device, cpu, gpu, host_memory, resolve
 from samestep.errors import DevicesDiffer, Invalid, WrongType
+from samestep.processes.place import Place
 
 
 class Machine:
@@ -137,6 +139,27 @@ def test_an_unknown_framework_is_refused() -> None:
     assert str(error.value) == f"no backend 'caffe': samestep has {', '.join(find.FRAMEWORKS)}"
 
 
+MEMINFO = """MemTotal:       64 kB
+MemFree:        10 kB
+MemAvailable:   24 kB
+HugePages_Total:     0
+"""
+
+
+def test_the_memory_of_the_host_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: {"/proc/meminfo": MEMINFO}[str(path)])
+    assert host_memory() == (65536, 40960)
+
+
+def test_the_memory_of_a_host_that_is_not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr("samestep.devices.os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10}.__getitem__)
+    assert host_memory() == (40960, 0)
+
+
 # The devices of a run
 
 
@@ -209,6 +232,23 @@ def test_a_virtual_device_that_is_not_there_is_refused() -> None:
 def test_auto_takes_at_most_one_device_per_shard() -> None:
     assert resolve("auto", 1, TWO_GPUS) == [gpu(0)]
     assert resolve("auto", 3, Machine(5)) == [gpu(0), gpu(1), gpu(2)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "expected"),
+    [
+        (3, 1, [[0, 1, 2]]),
+        (5, 2, [[0, 1, 2], [3, 4]]),
+        (4, 3, [[0, 1], [2], [3]]),
+        (3, 5, [[0], [1], [2], [0], [1]]),  # more processes than GPUs: they share
+    ],
+)
+def test_processes_on_one_host_share_its_gpus(gpus: int, processes: int, expected: list[list[int]]) -> None:
+    places = [Place(i, processes, i, processes) for i in range(processes)]
+    machine: Any = Machine(gpus)
+    assert [[device.index for device in resolve("auto", 8, machine, place)] for place in places] == expected
+    assert [resolve(1, 8, machine, place) for place in places] == [[gpu(mine[0])] for mine in expected]
+    assert [resolve("auto", 8, NO_GPU, place) for place in places] == [[cpu()]] * processes
 
 
 def test_as_many_devices_as_shards_are_allowed_and_no_more() -> None:

@@ -88,7 +88,7 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
     """
     there = backend.devices()
     gpus = [device for device in there if device.kind == "cuda"]
-    if gpus and place and place.local_size > 1:
+    if gpus and place:
         lo, hi = cut(len(gpus), place.local_size)[place.local_rank]
         gpus = gpus[lo:hi] or [gpus[place.local_rank % len(gpus)]]
     if isinstance(asked, bool):
@@ -101,7 +101,7 @@ def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = Non
         if asked < 1:
             raise Invalid(f"devices must be at least 1, got {show(asked)}")
         pool = gpus or [device for device in there if device.kind == "cpu"]
-        chosen = [pool[i % len(pool)] for i in range(min(asked, shards + 1))]
+        chosen = [pool[i % len(pool)] for i in range(min(asked, shards))]
     else:
         chosen = [Device.of(name) for name in (asked if isinstance(asked, Sequence) else [asked])]
     if not chosen:

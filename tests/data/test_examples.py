@@ -155,6 +155,7 @@ def test_a_map_style_dataset_is_asked_once_for_a_shard_if_it_can_answer() -> Non
 def test_data_shows_how_many_examples_it_has() -> None:
     assert repr(Data(train=(X, Y))) == "Data(train=50 examples, test=None)"
     assert repr(Data(train=(X, Y), test=Store(TX, TY))) == "Data(train=50 examples, test=11 examples)"
+    assert repr(Data(train=(LARGE, LARGE))) == "Data(train=576 examples, test=None)"
 
 
 # What is refused, with the line that says why
@@ -166,16 +167,21 @@ LOADER: DataLoader[Any] = DataLoader(Items())
     ("train", "error", "message"),
     [
         ((X, Y[:-1]), Invalid, "train: x and y must be of one length, got 50 examples and 49 labels"),
+        ((X[:-1], Y), Invalid, "train: x and y must be of one length, got 49 examples and 50 labels"),
         ((X[:0], Y[:0]), Invalid, "train: there are no examples"),
         ((np.float32(1), Y), Invalid, "train x must have one row per example, got a single number"),
         ((X, np.array(1)), Invalid, "train y must have one row per example, got a single number"),
         ((X, Y, Y), WrongType, "train must be a pair (x, y), got 3 things"),
         ([X], WrongType, "train must be a pair (x, y), got 1 things"),
+        (((X, Y), (TX, TY)), WrongType,
+         "train must be a pair (x, y), got two pairs: write Data(train=(x, y), test=(x, y))"),
         ((X.tolist(), Y), WrongType, "train x must be an array, got list: convert it with np.asarray"),
         ((X, Y.tolist()), WrongType, "train y must be an array, got list: convert it with np.asarray"),
         (None, WrongType, "train must be a pair (x, y) or a source with len() and [indices], got NoneType"),
         (iter([]), WrongType, "train must be a pair (x, y) or a source with len() and [indices], got list_iterator"),
         (LOADER, WrongType, "train must be a pair (x, y) or a source with len() and [indices], got DataLoader"),
+        (Store, WrongType, "train must be a pair (x, y) or a source with len() and [indices], got type"),
+        (np.array(1), WrongType, "train must be a pair (x, y) or a source with len() and [indices], got ndarray"),
         (Store(X[:0], Y[:0]), Invalid, "train: there are no examples"),
     ],
 )  # fmt: skip
@@ -231,10 +237,11 @@ PAIR = "train[indices] must give a pair of arrays (x, y) for an array of indices
         (lambda i: int("x"), WrongType, PAIR + "ValueError: invalid literal for int() with base 10: 'x'"),
         (lambda i: (X[i][1:], Y[i]), Invalid, "train[indices] was asked for "),
         (lambda i: (X[i], Y[:0]), Invalid, "train[indices] was asked for "),
+        (lambda i: (X[[*i, 0]], Y[i]), Invalid, "train[indices] was asked for "),
         (lambda i: (X[i], np.int64(1)), WrongType, "train[indices] must give "),
         (lambda i: (X[i], None), WrongType, ""),
     ],
-    ids=["None", "three", "IndexError", "ValueError", "short x", "short y", "a number", "no labels"],
+    ids=["None", "three", "IndexError", "ValueError", "short x", "short y", "long x", "a number", "no labels"],
 )
 def test_source_with_a_wrong_answer(
     give: Callable[[Any], Any], error: type[Exception], message: str, when: Callable[[Any], Any]
@@ -379,14 +386,16 @@ def test_arrays_in_memory_are_put_on_the_cpu_once_and_gathered_there_however_lit
     x, y = feed.start(order, [(0, 4)]).shard((0, 4), cpu())
     assert (x.tolist(), y.tolist()) == (X[order[:4]].tolist(), Y[order[:4]].tolist())
     assert len(counting.placed) == 2
+    assert feed._readers is None
     x, _ = Feed(backend, Data((X, Y)).train, [cpu()], 3).resident[cpu()]
     assert x.data_ptr() == X.ctypes.data  # PyTorch uses their memory
 
 
 def test_arrays_are_put_on_a_gpu_if_a_quarter_of_what_is_free_will_do() -> None:
-    enough, short = Counting(free=5600), Counting(free=5599)
+    enough, more, short = Counting(free=5600), Counting(free=9000), Counting(free=5599)
     feed = fed(enough, gpu(0))
     assert (enough.placed, feed._readers) == ([("cuda:0", 1000), ("cuda:0", 400)], None)
+    assert fed(more, gpu(0)).resident
     feed = fed(short, gpu(0))
     assert (short.placed, feed.resident) == ([], {})
 
@@ -427,14 +436,14 @@ def flat(reads: list[list[int]]) -> list[int]:
     return [i for read in reads for i in read]
 
 
-MANY = 3 * READ_AHEAD
+MANY = 9 * READ_AHEAD
 LARGE = np.arange(2 * MANY, dtype=np.float32)[:, None]
 SPANS = [(i, i + 2) for i in range(0, 2 * MANY, 2)]
 
 
 @pytest.fixture
 def ahead() -> Any:
-    """A source of 2 x 96 examples, an order, and a pass over it that has not begun."""
+    """A source of 2 x 288 examples, an order, and a pass over it that has not begun."""
     source = Recorder(LARGE, np.zeros(len(LARGE), int))
     feed = Feed(backend, Source("train", source), [cpu()], 1)
     order = draws.order(5, 0, len(LARGE))
@@ -488,7 +497,10 @@ def test_with_replacement_reads_what_was_drawn() -> None:
 
 def test_shards_may_be_asked_for_in_another_order(ahead: Any) -> None:
     _, order, pass_ = ahead
-    for a, b in SPANS[::-1]:
+    for late in (40, 0):  # all up to the first of them are read, which are enough for the second
+        assert pass_.shard(SPANS[late], cpu())[0][0, 0] == order[2 * late]
+        assert pass_._next == 41
+    for a, b in [*SPANS[:40:-1], *SPANS[39:0:-1]]:
         assert pass_.shard((a, b), cpu())[0][:, 0].tolist() == order[a:b].tolist()
 
 
@@ -573,14 +585,26 @@ def test_identity_of_a_source_is_a_sample_of_it(tmp_path: Path, monkeypatch: pyt
         assert seen(other)["sample"] != seen()["sample"]
         assert identity(on_disk(tmp_path, f"x{place}", other), Y) != identity(on_disk(tmp_path, "x", X), Y)
     assert "sha256" in identity(on_disk(tmp_path, "x", X), Y)
-    monkeypatch.setattr("samestep.data.examples.WHOLE", 10)  # bytes: more is too much to be hashed
+    monkeypatch.setattr("samestep.data.examples.WHOLE", 1400)
+    assert "sha256" in identity(on_disk(tmp_path, "x", X), Y)
+    monkeypatch.setattr("samestep.data.examples.WHOLE", 1399)  # bytes: more is too much to be hashed
     assert identity(on_disk(tmp_path, "x", X), Y)["sample"] == seen()["sample"]
+
+
+@pytest.mark.parametrize(
+    ("about", "version"),
+    [({"version": 3}, 3), ({"_fingerprint": "f"}, "f"), ({"version": "v", "_fingerprint": "f"}, "v"), ({"version": 1.5}, None)],
+)  # fmt: skip
+def test_identity_of_a_source_has_its_version(about: dict[str, Any], version: Any) -> None:
+    source = Store()
+    vars(source).update(about)
+    assert Data(train=source).train.identity().get("version") == version
 
 
 def test_a_source_that_is_different_each_time_is_not_checked() -> None:
     random = np.random.default_rng(0)
     source = Store(give=lambda i: (X[i] + random.random(), Y[i]))
-    assert Data(train=source).train.identity()["sample"] is None
+    assert [Data(train=source).train.identity()["sample"] for _ in range(8)] == [None] * 8
     run = fit(source, **UNCHECKED)
     assert "train, which gives other examples each time" in run.recipe["unchecked"]
 

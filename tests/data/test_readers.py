@@ -122,6 +122,27 @@ def test_a_source_that_says_it_is_thread_safe_is_read_by_several(monkeypatch: py
     assert read_two(Barrier()) == X[:2].tolist()
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(8, 4), (4, 4), (3, 3), (None, 1)])
+def test_at_most_four_threads_read_and_one_what_is_not_thread_safe(
+    cores: int | None, threads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(feeding.os, "cpu_count", lambda: cores)
+    np.save(tmp_path / "x.npy", X)
+    nearly = sources.Table()
+    nearly.thread_safe = 1  # type: ignore[attr-defined]
+    found = []
+    for given in (Barrier(), (np.load(tmp_path / "x.npy", mmap_mode="r"), Y), sources.Table(), nearly):
+        feed = Feed(backend, Data(given).train, [cpu()], None)
+        feed.start(np.arange(2), [(0, 2)])
+        assert feed._readers is not None
+        found.append(feed._readers._max_workers)
+        readers = feed._readers
+        feed.start(np.arange(2), [(0, 2)])
+        assert feed._readers is readers  # the same ones for every pass
+        feed.close()
+    assert found == [threads, threads, 1, 1]
+
+
 class Noting(sources.Table):
     """Notes who reads it."""
 
@@ -160,9 +181,15 @@ def test_while_one_source_is_read_no_other_is_as_they_may_share_a_file() -> None
     consumer.start()
     assert source.entered.wait(PATIENCE)
     assert not reading.READING.acquire(blocking=False)  # which every read of this thread would wait for
+    given_up = threading.Event()
+    pass_._ahead[1, 2].add_done_callback(lambda _: given_up.set())
+    closing = threading.Thread(target=feed.close)
+    closing.start()
+    assert given_up.wait(PATIENCE)  # what nobody needs any more is not read
+    assert pass_._ahead[1, 2].cancelled()
     source.released.set()
     consumer.join()
-    feed.close()
+    closing.join()
     assert reading.READING.acquire(blocking=False)
     reading.READING.release()
 
@@ -251,7 +278,7 @@ def test_every_shard_is_read_by_a_worker_and_all_of_them_work(monkeypatch: pytes
     spans = [(i, i + 1) for i in range(8)]
     pass_ = feed.start(np.arange(8), spans)
     told = np.concatenate([pass_.shard(span, cpu())[0].numpy() for span in spans])
-    assert len(multiprocessing.active_children()) == 2
+    assert [process.daemon for process in multiprocessing.active_children()] == [True] * 2  # they end with the run
     assert set(told[:, 0].tolist()) == {process.pid for process in multiprocessing.active_children()}
     feed.close()
     # Each has a session of its own, so that Ctrl-C is for the run alone; and none has imported a framework.
@@ -318,6 +345,11 @@ def test_a_worker_that_dies_is_named() -> None:
     assert line.endswith("which reads train, ended with exit code -9: see what it wrote, or use fewer workers")
 
 
+def test_a_worker_that_ends_by_itself_is_named() -> None:
+    with started(sources.Ended()) as workers, pytest.raises(ProcessFailed, match="ended with exit code 99: see what"):
+        workers.read(np.arange(1))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_worker_that_died_while_nobody_asked_is_named(number: signal.Signals) -> None:
     with started(sources.Table(), 2) as workers:
@@ -333,9 +365,12 @@ def test_a_worker_that_died_while_nobody_asked_is_named(number: signal.Signals) 
 
 
 def test_a_signal_to_the_group_is_not_for_workers() -> None:
-    with started(sources.Telling()) as workers:
-        pid = int(workers.read(np.arange(1))[0][0, 0])
-        assert os.getpgid(pid) == pid != os.getpgrp()
+    with started(sources.Telling(), 2) as workers:
+        pids = [int(workers.read(np.arange(1))[0][0, 0]) for _ in range(4)]
+        assert pids == pids[:2] * 2  # they take turns
+        assert len(set(pids)) == 2
+        assert [os.getpgid(pid) for pid in pids] == pids
+        assert os.getpgrp() not in pids
 
 
 PARENT = """
@@ -441,7 +476,8 @@ def test_whole_numbers_of_any_type_may_be_labels(plain: ss.Run) -> None:
 @pytest.mark.parametrize("kind", [lambda x, y: (x, y), sources.Table, Items], ids=["arrays", "source", "dataset"])
 @pytest.mark.parametrize(
     ("x", "y", "dtype"),
-    [(X.astype("U3"), Y, "<U3"), (X.astype(object), Y, "object"), (X, Y.astype("S1"), r"\|S1"), (X, Y.astype("M8[s]"), "date")],
+    [(X.astype("U3"), Y, "<U3"), (np.zeros(50, "f4,f4"), Y, r"\[\('f0', '<f4'\)"), (X.astype(object), Y, "object"),
+     (X, Y.astype("S1"), r"\|S1"), (X, Y.astype("M8[s]"), "date")],
 )  # fmt: skip
 def test_examples_that_are_no_numbers_are_refused(kind: Any, x: Any, y: Any, dtype: str) -> None:
     with pytest.raises(WrongType, match=rf"train [xy] must be numbers, got an array of {dtype}.*: convert it"):

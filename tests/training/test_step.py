@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from samestep.training.group import Plan
-from samestep.training.step import StepAcross
+from samestep.training.step import Step, StepAcross
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure
 BANDS = [(4, 6), (2, 4), (0, 2)]  # as they are computed: the last layer's first
@@ -63,19 +63,26 @@ def delivered(step: StepAcross, replica: int, shard: int, bands: Sequence[int]) 
 
 
 def test_every_band_is_sent_once_all_shards_of_this_process_have_it() -> None:
-    group = group_of([range(0, 1), range(1, 2)], in_turn)
+    group = group_of([range(1, 2), range(2, 4)], in_turn)
     step = StepAcross(group, 4)
 
     def last() -> None:
-        delivered(step, 1, 1, [0])
+        step.sums[1].add((2, 4), np.ones(2))  # two shards at once; of the first band, if none is named
         assert group.across.first.wait(DEADLINE)  # while the other bands are not there yet
-        delivered(step, 1, 1, [1, 2])
+        for shard in (2, 3):
+            delivered(step, 1, shard, [1, 2])
 
-    assert step.totals([lambda: delivered(step, 0, 0, [0, 1, 2]), last]) == [
+    assert step.totals([lambda: delivered(step, 0, 1, [0, 1, 2]), last]) == [
         ("the total", "device 0"),
         ("the total", "device 1"),
     ]
-    assert group.across.sent == [(lo, [(0, 1), (1, 2)]) for lo, _ in BANDS]
+    assert group.across.sent == [(lo, [(1, 2), (2, 4)]) for lo, _ in BANDS]
+
+
+def test_in_one_process_there_is_one_band_the_whole_vector() -> None:
+    step = Step(group_of([range(0, 3), range(3, 4)], in_turn), 4)
+    assert step.bands == [(0, 6)]
+    assert [len(sums.folds) for sums in step.sums] == [1, 1]
 
 
 def test_a_process_without_shards_sends_at_once() -> None:

@@ -139,7 +139,7 @@ class Fit:
         """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
         if not self.folder:
             return
-        row = self.result.history[-1] if self.step % len(self.batches) == 0 else None
+        row = None if self.step % len(self.batches) else self.result.history[-1]
         about = {
             "step": self.step, "time": time.time(), "recipe": self.result.recipe, "history": list(self.result.history),
             "average": self.averager.total if self.settings.average else None,
@@ -157,7 +157,7 @@ class Fit:
 
     def end(self) -> None:
         tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
-        if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
+        if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind in "f"):
             raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
         self.result._tensors, self.result.fingerprint = tensors, fingerprint.of_weights(tensors)
         self.result.schedule = self.rates.applied()
@@ -188,7 +188,7 @@ class Fit:
         pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
-            vote = self.world.vote(self.signals.number > 0)
+            vote = self.world.vote(bool(self.signals.number))
             self.averager.before(rates[i])
             batch = Batch(pass_, spans, next(keys))
             self.rehearsal(self.step, batch)
@@ -196,7 +196,7 @@ class Fit:
             self.step += 1
             self.averager.after(self.step)
             pending.append((numbers, self.group.replicas[0].fingerprint()))
-            stop, last = self.world.agreed(vote), i + 1 == steps
+            stop, last = self.world.agreed(vote), not self.step % steps
             due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
             if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
                 self.table.append(self.look(pending, epoch, i + 1 - len(pending), rates))

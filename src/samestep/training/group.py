@@ -159,7 +159,7 @@ class Group:
         shares = zip(self.replicas, self.plan(len(spans)).shares, strict=True)
         rows = self.backend.map([partial(compute, replica, shard) for replica, shards in shares for shard in shards])
         home = self.replicas[0].device
-        mine: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else np.empty(0)
+        mine: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else []
         everybody = self.world.collect(np.asarray(mine, np.float64).tobytes())
         table = np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)  # [loss, hits] of every shard
         return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
@@ -171,5 +171,4 @@ class Group:
         return [int(value) for value in np.frombuffer(b"".join(self.world.collect(mine)), np.uint64)]
 
     def close(self) -> None:
-        if self.world.size > 1:
-            self.sender.shutdown(wait=False, cancel_futures=True)
+        self.sender.shutdown(wait=False, cancel_futures=True)

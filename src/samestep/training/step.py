@@ -44,7 +44,7 @@ class Step:
         group = self.group
         group.backend.map(tasks)
         devices = [replica.device for replica in group.replicas]
-        held = [sums.folds[0].parts for sums in self.sums]
+        held = [fold.parts for sums in self.sums for fold in sums.folds]
         return exchange(group.backend, held, self.n, devices, group.replicas[0].size)
 
 
@@ -61,7 +61,7 @@ class StepAcross(Step):
         self._ready = [threading.Event() for _ in self.bands]
         self._failed = False
         self._missing = [sum(map(len, self.shares))] * len(self.bands)  # shards of this process, for each band
-        if not self._missing[0]:
+        if not any(self._missing):
             self._all_ready()
 
     def _added(self, band: int, span: Span) -> None:

@@ -137,9 +137,10 @@ class Trainer:
                 raise Invalid(f"check_every must be a number of steps or epochs, got {show(every)}")
         if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
             raise WrongType(f"resume must be 'auto', False or a path, got resume={show(self.resume)}")
-        if self.resume not in ("auto", False) and not os.path.exists(self.resume):
+        path = self.resume not in ("auto", False)
+        if path and not os.path.exists(self.resume):
             raise Invalid(f"resume: {self.resume} is not there")
-        if self.resume not in ("auto", False) and self.run_dir is None:
+        if path and self.run_dir is None:
             raise Invalid("resume needs a run_dir to go on in: the folder of the run, or a new one")
         self.timeout = rate("timeout", self.timeout)
         if not self.timeout:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from samestep import signals
 from samestep.backends.torch.backend import backend
 from samestep.errors import NotFinite
 from samestep.signals import Signals
+from samestep.training.group import probe
 
 PACKAGE = str(Path(ss.__file__).parent)
 EVERY = int(os.environ.get("SAMESTEP_EVERY_LINE", "23"))  # of so many moments, one is tried; 1: all of them
@@ -461,3 +462,18 @@ def test_a_failed_fit_does_not_swallow_an_interrupt(folder: bool, tmp_path: Path
             Hooked(act), (X, Y)
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_the_first_look_at_a_model_is_not_interrupted_between_its_lines() -> None:
+    """The backend says itself where it hears: where the model computes."""
+    done = []
+
+    def look(*given: Any) -> None:
+        ctrl_c()
+        done.append(given[2:])
+
+    framework: Any = SimpleNamespace(probe=look)
+    examples: Any = SimpleNamespace(name="train", read=lambda indices: (indices.tolist(), "y"))
+    with pytest.raises(KeyboardInterrupt), signals.Guard(), signals.heard():
+        probe(framework, None, None, examples)
+    assert done == [([0], "y", "train x")]

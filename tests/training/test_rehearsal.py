@@ -96,16 +96,14 @@ def test_an_example_that_depends_on_the_thread_is_named() -> None:
 
 
 def rehearsal_of(kind: type[Rehearsal], replicas: list[Any], **settings: Any) -> Any:
-    """Of a run on three devices: the first is this process's alone, the two others are those of rank 1."""
+    """Of rank 1, in a run on four devices: rank 0 has the first of them, this process the others."""
     world = SimpleNamespace(rank=1, collect=lambda text: [b"", text])
     plan = Plan([range(0, 2), range(2, 3), range(3, 4)][-len(replicas) :], [])
-    group = SimpleNamespace(
-        replicas=replicas, plan=lambda n: plan, world=world, size=3, processes=[(0, 1), (1, 3)][-len(replicas) :]
-    )
+    group = SimpleNamespace(replicas=replicas, plan=lambda n: plan, world=world, size=4, processes=[(0, 1), (1, 4)])
     usual = {"rehearse": True, "deterministic": True, "check_every": 1, "seed": 3, "shards": 2}
     fit = SimpleNamespace(
         group=group, settings=SimpleNamespace(**usual | settings), batches=[None] * 4, last=4,
-        result=SimpleNamespace(devices=["d0", "d1", "d2"]),
+        result=SimpleNamespace(devices=["d0", "d1", "d2", "d3"]),
     )  # fmt: skip
     return kind(fit)  # type: ignore[arg-type]
 
@@ -184,15 +182,15 @@ def test_a_batch_is_computed_again_backwards_and_each_shard_on_the_next_device()
     ("number", "shard", "here", "others", "on"),
     [
         (0, 0, [0], 1, "d0 and on d1"),  # the device of rank 0, and the first one here
-        (5, 1, [0], 1, "d0 and on d1"),
-        (6, 2, [0, 1], 0, "d1 and on d2"),
-        (11, 3, [1], 1, "d2 and on d0"),
+        (5, 1, [0, 1], 0, "d1 and on d2"),
+        (6, 2, [1, 2], 0, "d2 and on d3"),
+        (11, 3, [2], 1, "d3 and on d0"),
     ],
 )
 def test_a_shard_is_computed_by_its_device_and_the_next_one(
     number: int, shard: int, here: list[int], others: int, on: str
 ) -> None:
-    rehearsal = rehearsal_of(Noting, replicas_of(2))
+    rehearsal = rehearsal_of(Noting, replicas_of(3))
     theirs = json.dumps([{RESULT: f"{shard}"}] * others).encode()
     rehearsal.group.world.collect = lambda text: [theirs, text]
     rehearsal._chosen = 9, number

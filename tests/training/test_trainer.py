@@ -1,6 +1,7 @@
 """The Trainer on PyTorch: what a fit computes, what it leaves alone, and what it says to bad input."""
 
 import json
+import multiprocessing
 import sys
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep as ss
-from samestep import draws
+from samestep import draws, portable
 from samestep.backends import find
 from samestep.errors import BackendMissing, Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
 from samestep.models import torch as models
@@ -273,6 +274,48 @@ def test_prepare_batch_and_prepare_model():
     assert isinstance(trainer().prepare_batch([np.ones(3, np.float32)])[0], torch.Tensor)
 
 
+def test_prepare_takes_the_first_device_and_the_framework_of_the_first_array(monkeypatch):
+    asked, of_array = [], find.of_array
+    monkeypatch.setattr("samestep.training.trainer.resolve", lambda *given: [ss.cpu(), ss.gpu(99)])
+    monkeypatch.setattr("samestep.training.trainer.of_array", lambda array: asked.append(array) or of_array(array))
+    x, y = torch.ones(2, 12), np.ones(2)
+    assert [array.device.type for array in trainer().prepare_batch((x, y))] == ["cpu", "cpu"]
+    assert [array is x for array in asked] == [True]
+    assert trainer().prepare_model(net())[0].weight.device.type == "cpu"
+
+
+def test_evaluation_looks_at_labels_unless_the_loss_is_ones_own(monkeypatch):
+    x, y = numbers()
+    with pytest.raises(Invalid, match="^train y: labels must be from 0 to 2, .* got labels from 1 to 3$"):
+        trainer().evaluate(net(), (x, y + 1))
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "somebody else's")  # only samestep's own do not fit
+    far = trainer(loss=lambda output, y: (output.sum(1) - y) ** 2).evaluate(net(), (x, y + 1000))
+    assert far["loss"] > 1e5
+
+
+def test_what_a_trainer_is_without_any_setting():
+    settings = {name: getattr(ss.Trainer(), name) for name in ss.Trainer.__dataclass_fields__ if name != "_"}
+    assert settings == {
+        "max_epochs": 10, "batch_size": 256, "shards": 8, "devices": "auto", "optimizer": ss.sgd(), "schedule": None,
+        "gradient_clip_val": 0.0, "seed": 0, "average": None, "run_dir": None, "checkpoint_every": "1 epoch",
+        "keep_checkpoints": 3, "resume": "auto", "workers": 0, "progress": None, "threads_per_shard": 1, "loss": None,
+        "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
+        "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
+    }  # fmt: skip
+
+
+def test_settings_at_the_edge_of_what_is_allowed():
+    large = 2**20 + 1
+    for name in ("max_epochs", "batch_size", "threads_per_shard", "keep_checkpoints"):
+        assert [getattr(ss.Trainer(**{name: count}), name) for count in (1, large)] == [1, large]
+    assert ss.Trainer(shards=large - 1).shards == large - 1
+    assert ss.Trainer(seed=2**64 - 1).seed == 2**64 - 1
+    assert ss.Trainer(resume=False).resume is False
+    assert ss.Trainer(accept=["numerics", "code", "data"]).accept == ("numerics", "code", "data")
+    assert ss.Trainer(checkpoint_every="30 s").checkpoint_every == "30 s"
+    assert ss.Trainer(progress=None, portable=False).progress is None
+
+
 def test_epochs_and_batch_size_may_be_given_without_their_names():
     assert ss.Trainer(3, 32) == ss.Trainer(max_epochs=3, batch_size=32)
     with pytest.raises(TypeError, match="takes from 1 to 3 positional arguments but 4 were given"):
@@ -288,8 +331,16 @@ def test_overrides_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("SAMESTEP_OVERRIDES", json.dumps({"devices": 3, "max_epochs": 1}))
     run = trainer().fit(net(), numbers())
     assert (len(run.devices), len(run.history)) == (3, 1)
+    assert trainer(num_gpus=2).devices == 3
     monkeypatch.setenv("SAMESTEP_OVERRIDES", json.dumps({"epochs": 1}))
     with pytest.raises(Invalid, match="Trainer has no 'epochs'"):
+        trainer()
+
+
+@pytest.mark.parametrize("text", ["{bad", "3", "[1]", "[" * 100_000])
+def test_overrides_that_are_no_json_object_are_refused(text, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_OVERRIDES", text)
+    with pytest.raises(Invalid, match="^SAMESTEP_OVERRIDES must be a JSON object of settings, got .*: unset it$"):
         trainer()
 
 
@@ -304,6 +355,16 @@ def test_overrides_come_from_the_environment(monkeypatch):
         ({"batch_size": 0}, Invalid, "batch_size must be at least 1, got batch_size=0"),
         ({"batch_size": True}, WrongType, "batch_size must be a whole number, got batch_size=True"),
         ({"shards": 0}, Invalid, "shards must be at least 1, got shards=0"),
+        ({"shards": 2**20 + 1}, Invalid, "shards must be at most 1048576, got shards=1048577"),
+        *(({name: 2}, WrongType, f"{name} must be True or False, got {name}=2")
+          for name in ("progress", "capture", "deterministic", "portable", "rehearse")),
+        *(({name: None}, WrongType, f"{name} must be True or False, got {name}=None")
+          for name in ("capture", "deterministic", "rehearse")),
+        ({"run_dir": 3}, WrongType, "run_dir must be a path or None, got run_dir=3"),
+        ({"run_dir": "a\0b"}, WrongType, "run_dir must be a path or None, got run_dir='a\\x00b'"),
+        ({"check_every": "30 s"}, Invalid, "check_every must be a number of steps or epochs, got '30 s'"),
+        ({"accept": "nothing"}, Invalid, "accept takes numerics, code, data, got ('nothing',)"),
+        ({"sampling": 3}, Invalid, "sampling must be one of without_replacement, with_replacement, got sampling=3"),
         ({"threads_per_shard": 0}, Invalid, "threads_per_shard must be at least 1, got threads_per_shard=0"),
         ({"seed": -1}, Invalid, "seed must be at least 0, got seed=-1"),
         ({"seed": 1 << 64}, Invalid, "seed must be at most 18446744073709551615, got seed=18446744073709551616"),
@@ -346,6 +407,12 @@ def test_bad_settings(settings, kind, message):
     with pytest.raises(kind) as caught:
         trainer(**settings).fit(net(), numbers())
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("made", [ss.sgd, ss.adam, ss.adamw, ss.adagrad, ss.sgld])
+def test_an_optimizer_without_its_parentheses_is_refused(made):
+    with pytest.raises(WrongType, match=r"^optimizer must be one of samestep's, such as samestep.sgd\(\), .*, got <"):
+        trainer(optimizer=made)
 
 
 def test_a_device_that_is_not_there():

@@ -112,6 +112,9 @@ def replicas_of(count: int, **about: Any) -> list[Any]:
     return [SimpleNamespace(device=f"d{i}", tensors=dict, **about) for i in range(count)]
 
 
+LAST = 617  # steps: more than there are small numbers, and the last window is not a whole one
+
+
 class Steps(Rehearsal):
     """Notes what it would check."""
 
@@ -130,10 +133,10 @@ class Steps(Rehearsal):
 @pytest.mark.parametrize("every", [1, 5, "3 epochs"])
 def test_the_first_batch_is_checked_and_one_shard_of_every_window(every: Any, first: int) -> None:
     rehearsal = rehearsal_of(Steps, [], check_every=every)
-    rehearsal.fit.last, size = 23, {"3 epochs": 12}.get(every, every)
-    for step in range(first, 23):
+    rehearsal.fit.last, size = LAST, {"3 epochs": 12}.get(every, every)
+    for step in range(first, LAST):
         rehearsal(step, None)
-    windows = [(start, draws.check(3, start // size, min(size, 23 - start))) for start in range(0, 23, size)]
+    windows = [(start, draws.check(3, start // size, min(size, LAST - start))) for start in range(0, LAST, size)]
     assert rehearsal.batches == [first]
     assert rehearsal.shards == [(start + step, number) for start, (step, number) in windows if start + step >= first]
 
@@ -178,21 +181,22 @@ def test_a_batch_is_computed_again_backwards_and_each_shard_on_the_next_device()
     ]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("number", "shard", "here", "others", "on"),
+    ("number", "shard", "places", "on"),
     [
-        (0, 0, [0], 1, "d0 and on d1"),  # the device of rank 0, and the first one here
-        (5, 1, [0, 1], 0, "d1 and on d2"),
-        (6, 2, [1, 2], 0, "d2 and on d3"),
-        (11, 3, [2], 1, "d3 and on d0"),
+        (0, 0, ([0], [0]), "d0 and on d1"),  # the one of rank 0, and the first one of rank 1
+        (5, 1, ([], [0, 1]), "d1 and on d2"),
+        (6, 2, ([], [1, 2]), "d2 and on d3"),
+        (11, 3, ([0], [2]), "d3 and on d0"),
     ],
 )
 def test_a_shard_is_computed_by_its_device_and_the_next_one(
-    number: int, shard: int, here: list[int], others: int, on: str
+    number: int, shard: int, places: Any, on: str, rank: int
 ) -> None:
-    rehearsal = rehearsal_of(Noting, replicas_of(3))
-    theirs = json.dumps([{RESULT: f"{shard}"}] * others).encode()
-    rehearsal.group.world.collect = lambda text: [theirs, text]
+    rehearsal, here = rehearsal_of(Noting, replicas_of(3)), places[rank]
+    theirs = json.dumps([{RESULT: f"{shard}"}] * len(places[1 - rank])).encode()
+    rehearsal.group.world = SimpleNamespace(rank=rank, collect=lambda text: [theirs, text])
     rehearsal._chosen = 9, number
     rehearsal.shard(9, SimpleNamespace(spans=[None] * 4))
     assert rehearsal.noted == [([(i, shard) for i in here], False), (shard, here, f"at step 9, on {on}")]

@@ -182,11 +182,13 @@ def test_while_one_source_is_read_no_other_is_as_they_may_share_a_file() -> None
     assert source.entered.wait(PATIENCE)
     assert not reading.READING.acquire(blocking=False)  # which every read of this thread would wait for
     given_up = threading.Event()
-    pass_._ahead[1, 2].add_done_callback(lambda _: given_up.set())
+    with pass_._lock:  # when all that is to be read has been asked for
+        later = pass_._ahead[1, 2]
+    later.add_done_callback(lambda _: given_up.set())
     closing = threading.Thread(target=feed.close)
     closing.start()
     assert given_up.wait(PATIENCE)  # what nobody needs any more is not read
-    assert pass_._ahead[1, 2].cancelled()
+    assert later.cancelled()
     source.released.set()
     consumer.join()
     closing.join()

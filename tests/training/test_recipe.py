@@ -31,16 +31,16 @@ class Weighted(nn.Module):
 
 
 class Scaled:
-    """A source with a tensor among its settings."""
+    """A source with a model among its settings."""
 
     def __init__(self, scale: float) -> None:
-        self.scale = torch.tensor([scale])
+        self.scale = Weighted(scale)
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, indices: Any) -> Any:
-        return X[indices] * np.sign(self.scale.numpy()), Y[indices]
+        return X[indices] * np.sign(self.scale.get_buffer("weight")[0].numpy()), Y[indices]
 
 
 def recipe(seed: int = 1, loss: float = 1.0, source: float = 1.0) -> dict[str, Any]:

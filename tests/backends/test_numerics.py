@@ -37,6 +37,11 @@ def test_instruction_sets_are_those_that_numpy_found(monkeypatch: pytest.MonkeyP
         numerics.require_avx2()
 
 
+def test_the_numbers_of_mkl_and_onednn_for_portable_runs() -> None:
+    """MKL_CBWR_COMPATIBLE in mkl_types.h, and dnnl_cpu_isa_avx2 in dnnl_types.h."""
+    assert (numerics.COMPATIBLE, numerics.AVX2) == (3, 7)
+
+
 def test_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*numerics.VARIABLES, "MINE", "YOURS"):
         monkeypatch.delenv(name, raising=False)
@@ -94,10 +99,10 @@ def test_settings_of_pytorch_are_those_of_the_device() -> None:
 
 
 def test_whether_the_smallest_numbers_become_zero() -> None:
-    assert of_torch.settings(gpu=False)["denormals"] == "kept"
+    assert of_torch.settings(gpu=False)["denormals"] == numerics.denormals() == "kept"
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU has no such setting")
     try:
-        assert of_torch.settings(gpu=False)["denormals"] == "flushed"
+        assert of_torch.settings(gpu=False)["denormals"] == numerics.denormals() == "flushed"
     finally:
         torch.set_flush_denormal(False)

@@ -27,7 +27,7 @@ from samestep.backends.torch import recorder
 from samestep.backends.torch.recorder import Recorder, keeps_state
 from samestep.backends.torch.updater import TorchUpdater, _copied
 from samestep.devices import Device
-from samestep.errors import Invalid, WrongType
+from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.optimizers.averaging import swa
 from samestep.schedules.kinds import cosine
 
@@ -500,6 +500,28 @@ def test_tensors_on_two_devices_are_one_line():
     assert str(error).startswith("the model mixes devices, as by a closure that holds a layer")
     assert said in str(error)
     assert load("torch").explain(RuntimeError("something else")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (MemoryError("no more"), "the device ran out of memory"),
+        (MemoryError(), "the device ran out of memory"),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 13 has a total capacity of 7.00 GiB"),
+            "cuda:13 ran out of memory when 2.50 GiB were asked for",
+        ),
+        (
+            ValueError("RESOURCE_EXHAUSTED: OOM when allocating tensor with shape[8,1024] and type float"),
+            "the device ran out of memory when [8,1024] were asked for",
+        ),
+    ],
+)
+def test_memory_that_has_run_out_is_told_in_one_line(error, where):
+    with pytest.raises(OutOfMemory) as caught, load("torch").explained():
+        raise error
+    assert str(caught.value) == f"{where}: raise shards (smaller shards need less), or lower the batch size"
+    assert caught.value.__cause__ is error
 
 
 def test_a_function_of_samesteps_that_was_not_called():

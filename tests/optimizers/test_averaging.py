@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import samestep as ss
 from samestep.errors import Invalid, WrongType
-from samestep.optimizers.averaging import Average, path_average, swa
+from samestep.optimizers.averaging import Average, Averager, path_average, swa
 from samestep.schedules.kinds import cosine
 from samestep.training.group import Group
 
@@ -120,6 +121,17 @@ def test_one_point_is_averaged_to_itself(path):
 def test_a_constant_rate_makes_the_path_average_a_plain_mean(path):
     run = trainer(average=path_average(), schedule=0.1).fit(net(), data())
     check(run, path[:-1], [1.0] * (EPOCHS * STEPS))
+
+
+def test_each_point_counts_as_one_in_a_checkpoint():
+    """So that checkpoints of other versions can be gone on from."""
+    averager = Averager(swa(2, unit="steps"), SimpleNamespace(real_vectors=lambda: [np.ones(2)]), 4, 4)
+    totals = []
+    for t in range(1, 5):
+        averager.before(0.5)
+        averager.after(t)
+        totals.append(averager.total)
+    assert totals == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_averaging_does_not_change_the_training():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from math import sqrt
 from typing import Any
 
@@ -377,6 +378,12 @@ def test_the_defaults_are_those_of_torch() -> None:
         assert (ours.beta1, ours.beta2) == theirs.defaults["betas"]
         assert (ours.eps, ours.weight_decay) == (theirs.defaults["eps"], theirs.defaults["weight_decay"])
     assert sgld() == SGLD(1.0)
+
+
+def test_the_defaults_of_the_classes_are_those_of_the_functions() -> None:
+    """For those who derive an optimizer of their own."""
+    assert (SGD(), AdaGrad(), Adam(), SGLD()) == (sgd(), adagrad(), adam(), sgld())
+    assert [inspect.signature(kind.update).parameters["t"].default for kind in (Optimizer, SGD, SGLD)] == [0, 0, 0]
 
 
 def test_the_default_is_plain_descent() -> None:

@@ -65,7 +65,8 @@ class Layout:
     @cached_property
     def padding(self) -> list[slice]:
         """Where no tensor lies. The numbers there are always zero."""
-        return [slice(hi, lo) for (_, hi), (lo, _) in zip(self.spans, [*self.spans[1:], (self.size, 0)], strict=True)]
+        starts = [lo for lo, _ in self.spans[1:]]
+        return [slice(hi, lo) for (_, hi), lo in zip(self.spans, [*starts, self.size], strict=True)]
 
     def wide(self, dtype: str) -> str:
         """The type in which such state changes beside weights of a type: 16 bits round, and true and false have no

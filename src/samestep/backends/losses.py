@@ -37,7 +37,7 @@ def check_weights(model: str, dtypes: Iterable[str]) -> str:
         raise Invalid(f"the model {model} has no parameters to train")
     if found not in (["float32"], ["float64"]):
         raise WrongType(f"the trained parameters must all be float32 or all float64, got {', '.join(found)}")
-    return found[0]
+    return found.pop()
 
 
 def check_examples(name: str, x: Numbers, dtype: str) -> None:
@@ -131,10 +131,10 @@ class Losses(ABC):
 
     def check_output(self, output: Any, y: Numbers, loss: Any, dtype: str) -> Shape:
         """Check the output for one example, and describe it."""
-        shape = tuple(output.shape) if self.is_array(output) else None
-        whole, rank = y.dtype.kind in "iu", -1 if shape is None else len(shape)
+        shape = tuple(output.shape) if self.is_array(output) else ()
+        whole, rank = y.dtype.kind in "iu", len(shape)
         if loss is None and not (rank > 1 and whole):
-            got = type(output).__name__ if shape is None else f"{self.an_array} of shape {shape}"
+            got = f"{self.an_array} of shape {shape}" if self.is_array(output) else type(output).__name__
             raise WrongType(
                 f"the default loss, softmax cross-entropy, needs {self.an_array} of scores per class and whole-number labels, "
                 f"got {got} and labels of {y.dtype}: pass loss=f(output, y)"
@@ -143,4 +143,4 @@ class Losses(ABC):
             raise Invalid(
                 f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)"
             )
-        return Shape(shape[1] if shape is not None and rank == 2 and y.ndim == 1 and whole else None, dtype)
+        return Shape(shape[1] if rank == 2 and y.ndim == 1 and whole else None, dtype)

@@ -70,7 +70,7 @@ def onednn(library: ctypes.CDLL | None) -> dict[str, Any]:
 
 def denormals() -> str:
     """Whether this thread turns very small numbers to zero."""
-    return "flushed" if np.float32(1e-39) * np.float32(0.5) == 0 else "kept"
+    return "kept" if np.float32(1e-39) * np.float32(0.5) else "flushed"
 
 
 @contextmanager

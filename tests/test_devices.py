@@ -111,6 +111,7 @@ def test_gpus_are_counted() -> None:
 def test_try_gpu_falls_back_to_the_cpu() -> None:
     assert (try_gpu(backend=NO_GPU), try_gpu(10, NO_GPU)) == (cpu(), cpu())
     assert [try_gpu(i, TWO_GPUS) for i in range(3)] == [gpu(0), gpu(1), cpu()]
+    assert try_gpu(backend=TWO_GPUS) == gpu(0)
     assert try_gpu(torch.cuda.device_count()) == cpu()
 
 
@@ -305,6 +306,16 @@ def test_put_makes_numpy_an_array_of_the_framework_and_get_brings_it_back(x: Any
     back = get(there)
     assert type(back) is np.ndarray
     assert (back.dtype, back.shape, back.tobytes()) == (x.dtype, x.shape, x.tobytes())
+
+
+def test_put_asks_the_backend_that_it_is_given() -> None:
+    class Told(Machine):
+        def put(self, array: Any, device: Device) -> Any:
+            return array, device
+
+    backend: Any = Told(0)
+    assert put(3, "cpu:1", backend) == (3, cpu(1))
+    assert isinstance(put([3], "cpu"), torch.Tensor)
 
 
 def test_put_takes_arrays_that_cannot_be_written() -> None:

@@ -20,7 +20,7 @@ def test_tensors_lie_one_after_the_other_unless_a_unit_is_asked_for() -> None:
     other = Layout(("a", "b", "c"), ((3,), (), (2, 2)), "float32", unit=4)
     assert (other.spans, other.size) == ([(0, 3), (4, 5), (8, 12)], 12)
     assert other.padding == [slice(3, 4), slice(5, 8), slice(12, 12)]
-    assert Layout((), (), "float32", unit=4).size == 0
+    assert Layout((), (), "float32").size == Layout((), (), "float32", unit=4).size == 0
 
 
 def test_a_vector_is_filled_by_name() -> None:

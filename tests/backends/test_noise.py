@@ -104,6 +104,7 @@ class Task:
 
 def test_whoever_waits_inside_waits_until_the_task_is_done() -> None:
     access = Access()
+    assert access.taken is False
     for _ in range(2):
         task: Any = Task()
         with access.shared():

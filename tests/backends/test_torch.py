@@ -491,6 +491,12 @@ def test_any_state_of_an_optimizer_is_copied(own):
     assert repr(vars(twin).get("state")) == repr(own.get("state"))
 
 
+def test_of_several_losses_per_example_the_mean_counts():
+    value = torch.tensor([[1.0, 2.0, 6.0], [4.0, 5.0, 9.0]])
+    for given in (value, value.reshape(2, 3, 1)):
+        assert load("torch").sum_of_losses(lambda output, y, given=given: given, None, torch.zeros(2)).item() == 9.0
+
+
 def test_tensors_on_two_devices_are_one_line():
     """What PyTorch says on a GPU when a closure holds the user's own layer, which is on the CPU."""
     said = (

@@ -6,10 +6,12 @@ lands on the other side of its ReLU, in one framework and not in the other; how 
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ import samestep as ss
 from conformance import suite
 from conformance.precision import PRECISIONS, computing_in, double
 from samestep import draws, models
+from samestep.backends import find
+from samestep.backends.base import Backend
 from samestep.d2l import fashion
 from samestep.fingerprint import of_weights
 from samestep.screen import cli
@@ -129,3 +133,14 @@ def test_the_command_trains_with_this_framework(
     assert (run.recipe["framework"], run.recipe["initial"]) == (suite.BACKEND, of_weights(models.lenet()))
     trainer = ss.Trainer(max_epochs=1, batch_size=16, schedule=0.2, progress=False)
     suite.same(run, trainer.fit(suite.zoo.models.lenet(), ss.Data(train=train, test=test)))
+
+
+def test_methods_have_the_defaults_that_the_base_promises() -> None:
+    def defaults(method: Callable[..., Any]) -> dict[str, Any]:
+        parameters = inspect.signature(method).parameters.values()
+        return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+    promised = {name: defaults(method) for name, method in vars(Backend).items() if inspect.isfunction(method)}
+    backend = find.load(suite.BACKEND)
+    assert {name: defaults(getattr(type(backend), name)) for name in promised} == promised
+    backend.require(backend.devices()[0])

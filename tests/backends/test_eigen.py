@@ -34,7 +34,10 @@ def asked(found: Any, place: int | None, monkeypatch: pytest.MonkeyPatch) -> lis
 
 def test_the_cpus_sizes_are_asked_for_by_a_function_or_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ctypes.cast(query, ctypes.c_void_p).value
-    by_name = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(place)
+
+    def by_name(first: Any, second: Any, third: Any) -> None:
+        query(*(ctypes.cast(one, ctypes.POINTER(ctypes.c_int)) for one in (first, second, third)))
+
     assert asked(by_name, None, monkeypatch) == [11, 22, 33]
     assert asked(None, place, monkeypatch) == [11, 22, 33]
     assert asked(None, None, monkeypatch) is None

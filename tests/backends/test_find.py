@@ -53,6 +53,18 @@ def test_the_installed_version(loaded: dict[str, Any]) -> None:
     assert (find.installed("tensorflow"), find.installed("caffe")) == ("?", "1.0")
 
 
+def test_a_framework_is_checked_before_it_is_imported(loaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "imported", lambda module, extra: SimpleNamespace(backend=(module, extra)))
+    assert find.load("jax") == ("samestep.backends.jax.backend", "jax")  # type: ignore[comparison-overlap]
+    with pytest.raises(WrongType, match="^no backend 'caffe': samestep has torch, jax, tensorflow, paddle, mxnet$"):
+        find.load("caffe")
+    monkeypatch.setattr(find, "installed", lambda name: None)
+    with pytest.raises(BackendMissing, match=r"^'jax' is not installed; pip install 'samestep\[jax\]'$"):
+        find.load("jax")
+    loaded["samestep.backends.jax.backend"] = "there"
+    assert find.load("jax") == ("samestep.backends.jax.backend", "jax")  # type: ignore[comparison-overlap]
+
+
 def test_the_default_is_what_is_loaded_or_else_the_first_that_is_installed(
     loaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

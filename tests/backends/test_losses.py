@@ -42,6 +42,7 @@ def test_a_loss_gives_one_value_per_example_or_their_mean_or_their_sum() -> None
     y = np.zeros((4, 3))
     assert summed(np.float64(2.5), y) == summed(np.float64(2.5), y, reduction="mean") == 10
     assert summed(np.float64(2.5), y, reduction="sum") == 2.5
+    assert summed(np.float64(2.5), y, reduction="sum_over_batch_size") == 10  # as Keras calls the mean
     assert summed(np.array([1.0, 2.0, 4.0, 8.0]), y) == 15
     assert summed(np.array([[1.0, 2.0], [4.0, 8.0], [0.0, 1.0], [2.0, 2.0]]), y) == 1.5 + 6 + 0.5 + 2
     assert summed(np.array([[[1.0, 2.0], [4.0, 5.0]]] * 4), y) == 12

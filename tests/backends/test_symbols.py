@@ -21,7 +21,8 @@ def library(path: Path, kind: int = 2) -> Path:
     """
     at = [NAMES.index(b"\0" + name + b"\0") + 1 for name in (b"first", b"second", b"secondary")]
     at.append(len(NAMES) + 3 * 64 + 1)
-    table = np.array([(i, 0, 10 * i, 0) for i in at], "<u4,<u4,<u8,<u8").tobytes()
+    rows = [*((i, 0, 10 * i, 0) for i in at), (at[0], 0, 999, 0)]  # of two with one name, the first counts
+    table = np.array(rows, "<u4,<u4,<u8,<u8").tobytes()
     start = 64 + len(table) + len(NAMES)
     header = bytearray(64)
     struct.pack_into("<Q", header, 40, start)

@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -30,11 +31,16 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import samestep as ss
 from samestep import draws, models
 from samestep.backends import eigen
+from samestep.backends.base import Backend
 from samestep.backends.jax import backend as backends_jax
 from samestep.backends.jax import numerics as jax_numerics
 from samestep.backends.jax import replica as jax_replica
+from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
+from samestep.backends.jax.backend import checked
 from samestep.backends.jax.clients import computing
+from samestep.backends.jax.content import _told, content
 from samestep.backends.jax.fingerprint import fingerprint
+from samestep.backends.jax.program import Program, jitted
 from samestep.backends.updaters import Mean
 from samestep.content import Content
 from samestep.data import feed as data
@@ -572,12 +578,12 @@ def test_nothing_of_the_run_stays_behind():
 # Fingerprints
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 def test_fingerprints_against_whole_numbers_of_python(dtype):
     leaves = [(random.random(shape) * 100).astype(dtype) for shape in [(3, 5, 7), (4,), (), (2, 300)]]
     first = second = place = 0
     for leaf in leaves:
-        for word in np.ravel(leaf).view(np.uint16 if leaf.dtype.itemsize == 2 else np.uint32).tolist():
+        for word in np.ravel(leaf).view(f"uint{8 * leaf.dtype.itemsize}").tolist():
             word = (word + place * 0x9E3779B1) % 2**32
             word = (word ^ word >> 15) * 0x85EBCA6B % 2**32
             word = (word ^ word >> 12) * 0xC2B2AE35 % 2**32
@@ -944,3 +950,436 @@ def test_an_array_is_put_where_a_run_computes():
         assert backend.put(ours, ss.cpu()) is ours
         assert backend.device_of(ours) == ss.cpu()
     assert ours.tolist() == theirs.tolist()
+
+
+# Its parts, one by one
+
+
+def small():
+    """A model of whole numbers: in training its outputs are x0, x1 and 0, and in evaluation they are 1 more."""
+
+    def apply(w, state, x, train):
+        return x @ w + (0 if train else 1), {"count": state["count"] + 1, "total": state["total"] + x.sum()}
+
+    state = {"count": jnp.asarray(5), "total": jnp.asarray([8.0, 9.0])}
+    model = Pair(apply, jnp.asarray([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]), state)
+    return backend.replica(model, lambda output, y: output.sum(1), ss.cpu(), 5)
+
+
+ROWS = np.array([[1, 2], [4, 3], [0, 5], [2, 2], [7, 1], [3, 9], [6, 8]], np.float32)
+LABELS = np.array([1, 0, 0, 1, 0, 1, 2], np.int32)
+HITS = [1, 1, 0, 0, 1, 1, 0]  # of two that are as high, the first counts
+
+
+def of_shard(rows, shard):
+    """What a shard of these rows gives, by hand."""
+    x, n = ROWS[rows], len(rows)
+    slots = [[number * (i == shard) for i in range(5)] for number in (x.sum(), sum(HITS[row] for row in rows))]
+    return np.array([*[x[:, 0].sum()] * 3, *[x[:, 1].sum()] * 3, n, *[n * x.sum()] * 2, *slots[0], *slots[1]])
+
+
+def test_what_a_shard_gives_number_by_number():
+    """Gradient, changes of the state times examples, loss and hits in the shard's own places: alone, and in a loop."""
+    replica = small()
+    assert not replica.looped
+    order, spans, keys = np.array([3, 0, 6, 1, 5, 4, 2]), [(0, 2), (2, 4), (4, 6), (6, 7)], [7, 8, 9, 10]
+    expected = [of_shard(order[lo:hi], shard) for shard, (lo, hi) in enumerate(spans)]
+    x, y = jnp.asarray(ROWS), jnp.asarray(LABELS)
+    resident = {ss.cpu(): (x, y)}
+    feed = SimpleNamespace(resident=resident)
+    asked = []
+
+    def shard(number, device):
+        asked.append((number, device))
+        rows = order[slice(*spans[number])]
+        return ROWS[rows], LABELS[rows]
+
+    batch = SimpleNamespace(pass_=SimpleNamespace(order=order, feed=feed), spans=spans, keys=keys, shard=shard)
+
+    def sums(shards):
+        found = {}
+        tasks = replica.tasks(batch, shards, SimpleNamespace(add=lambda span, vector: found.update({span: vector})))
+        for task in tasks:
+            task()
+        return len(tasks), {span: vector.tolist() for span, vector in found.items()}
+
+    for looped, there in ((False, resident), (True, resident), (True, None)):
+        replica.looped, feed.resident = looped, there
+        asked.clear()
+        assert [replica.single(batch, i).tolist() for i in (1, 2)] == [expected[i].tolist() for i in (1, 2)]
+        assert sums(range(2, 2)) == (0, {})
+        if looped and there:
+            assert asked == []
+            assert sums(range(4)) == (1, {(0, 4): sum(expected).tolist()})
+        else:
+            assert sums(range(1, 3)) == (2, {(i, i + 1): expected[i].tolist() for i in (1, 2)})
+            assert asked == [(i, ss.cpu()) for i in (1, 2, 1, 2)]
+    rows = replica._loop(x, y, order[:4].reshape(2, 2), keys[:2], 0)
+    assert rows.tolist() == [*(row.tolist() for row in expected[:2]), *[[0.0] * 19] * 3]
+
+
+def test_the_state_moves_by_its_mean_change_and_counters_by_whole_numbers():
+    replica = small()
+    replica.advance(jnp.asarray([50.0] * 6 + [8.0, 3.5, 14.0] + [60.0] * 10), 7)
+    assert [vector.tolist() for vector in replica.state] == [[6], [8.5, 11.0]]
+    x, y = jnp.asarray(ROWS), jnp.asarray(LABELS)
+    assert replica.evaluate(x, y, 0).tolist() == [ROWS.sum() + 3 * len(ROWS), sum(HITS)]
+    assert [vector.tolist() for vector in replica.state] == [[6], [8.5, 11.0]]
+
+
+def test_what_a_program_computes_is_compiled_and_on_a_gpu_in_one_order(monkeypatch):
+    program = small().program
+    for name in ("gradient", "gradients", "partial_sums", "evaluate", "advance", "fingerprint"):
+        assert hasattr(getattr(program, name), "lower")
+    assert hasattr(drawn, "lower")
+    monkeypatch.setattr(jax, "jit", lambda function, **options: options)
+    made = [jitted(lambda self: 0, inline=True).func(SimpleNamespace(kind=kind)) for kind in ("cuda", "cpu")]
+    options = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+    assert made == [{"compiler_options": options, "inline": True}, {"compiler_options": None, "inline": True}]
+
+
+def test_cross_entropy_of_a_gpu_is_that_of_the_backend(monkeypatch):
+    """It takes no single scores, and only where the loss is the usual one. In whole numbers any order gives the same sum."""
+    monkeypatch.setattr(jax.nn, "log_softmax", lambda output: -output)
+    output = jnp.asarray([[[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 3.0], [9.0, 5.0, 7.0, 6.0]]])
+    y, other = jnp.asarray([[2, 0, 3]]), SimpleNamespace(sum_of_losses=lambda loss, output, y: "the backend's")
+
+    def found(loss, kind):
+        return Program.sum_of_losses(SimpleNamespace(loss=loss, kind=kind, backend=other), output, y)
+
+    assert found(None, "cpu") == found(max, "cpu") == found(max, "cuda") == "the backend's"
+    assert found(None, "cuda") == backend.cross_entropy(output, y) == 4 + 16 + 6
+
+
+def test_what_cannot_be_a_replica():
+    def replica(params, state=None, apply=lambda w, x: x):
+        return backend.replica(Pair(apply, params, state), None, ss.cpu(), 2)
+
+    for params in ({}, {"a": jnp.ones(2), "b": jnp.ones(2, jnp.int32)}):
+        with pytest.raises(ss.SamestepError, match="^the parameters to train must all be of one type$"):
+            replica(params)
+    with pytest.raises(ss.SamestepError, match="^two tensors of the model have one name: a, a, b$"):
+        replica({"a": jnp.ones(2)}, {"b": jnp.ones(2), "a": jnp.ones(2)})
+    with pytest.raises(ss.SamestepError, match="^the parameters of this Pair are not made yet: pass Pair"):
+        replica(lambda key, x: jnp.ones(3))
+    grows = replica(jnp.ones(2), [jnp.ones(2)], lambda w, state, x: (x * w, [*state, 1.0]))
+    with pytest.raises(ss.SamestepError, match="must have the structure of the one it was given"):
+        grows.gradient(jnp.ones((1, 2)), jnp.zeros(1, jnp.int32), 0, 0)
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused():
+    class Scaled(nnx.Module):
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __call__(self, output, y):
+            return output.sum(1)
+
+    model = Pair(lambda w, x: x * w, jnp.ones(2))
+    assert backend.replica(model, Scaled(2.0), ss.cpu(), 2).shards == 2
+    with pytest.raises(ss.SamestepError, match=r"depends on a parameter \(of Scaled\) that is not part of what is"):
+        backend.replica(model, Scaled(nnx.Param(jnp.ones(2))), ss.cpu(), 2)
+
+
+def test_shards_in_one_launch_need_room_for_all_of_them(monkeypatch):
+    model = line()
+    assert not probed(model, shards=2).looped  # on a CPU
+    looped(monkeypatch)
+    assert [probed(model, shards=shards).looped for shards in (1, 2, 3)] == [False, True, True]
+    size = probed(model, shards=2).size
+    assert size == 12 + 2 * 2
+    for room, enough in ((2 * size * 4, True), (2 * size * 4 - 1, False)):
+        monkeypatch.setattr(jax_replica, "ROOM", room)
+        assert probed(model, shards=2).looped == enough
+
+
+class Card:
+    """A GPU that is not there."""
+
+    platform, device_kind, core_count = "gpu", "H", 132
+
+    def memory_stats(self):
+        return {"bytes_limit": 100, "bytes_in_use": 7}
+
+
+def test_gpus_of_jax(monkeypatch):
+    cards = [Card(), Card()]
+    monkeypatch.setattr(backends_jax, "gpus", lambda: cards)
+    monkeypatch.setattr(jax_numerics, "gpus", lambda: cards)
+    monkeypatch.setattr(jax_numerics, "cuda_versions", SimpleNamespace(cudnn_get_version=lambda: 9))
+    assert backend.devices()[-2:] == [ss.gpu(0), ss.gpu(1)]
+    assert backend.memory(ss.gpu(1)) == (100, 7)
+    with backend.session([ss.gpu(1)], deterministic=True, threads=1):
+        assert backend._native(ss.gpu(1)) is cards[1]
+    about = jax_numerics.found([ss.gpu(0), ss.gpu(1)], False)
+    assert about["gpu"] == "H, 132 SMs"
+    assert (about["cudnn"], about["cublas"]) == (9, None)
+    assert not {"caches", "cpu"} & set(about)
+    cards[1].core_count = 78
+    assert jax_numerics.found([ss.gpu(0), ss.gpu(1)], False)["gpu"] == "H, 132 SMs, H, 78 SMs"
+
+    class Array:
+        def __init__(self, *natives):
+            self.natives = natives
+
+        def devices(self):
+            return set(self.natives)
+
+    monkeypatch.setattr(jax, "Array", Array)
+    assert backend.device_of(Array(cards[1])) == ss.gpu(1)
+    assert backend.device_of(Array(jax.devices("cpu")[0])) == ss.cpu()
+    assert backend.device_of(np.ones(2)) == ss.cpu()
+    with pytest.raises(ss.SamestepError, match="^expected an array on one device, got one spread over 2$"):
+        backend.device_of(Array(*cards))
+    put = []
+    monkeypatch.setattr(jax, "device_put", lambda array, native: put.append(native))
+    monkeypatch.setattr(backends_jax, "checked", lambda array: array)
+    backend.put(Array(*cards), ss.gpu(1))
+    assert put == [cards[1]]  # an array that also lies elsewhere is put there alone
+
+
+def test_what_is_found_of_a_cpu_and_of_the_build(monkeypatch):
+    monkeypatch.setattr(jax_numerics, "version", SimpleNamespace(_git_hash="0123456789abcdef0123"))
+    monkeypatch.setattr(jax_numerics, "version_str", "0.9.1")
+    about, there = jax_numerics.found([ss.cpu()], False), jax_numerics.found([ss.cpu()], True)
+    assert about["build"] == "0.9.1 0123456789abcdef01"
+    assert len(about["xla_flags"]) == 16
+    assert about == {**there, "cpu": about["cpu"]}
+    for fixed, said in ((True, "fixed"), (False, eigen.caches(jax_numerics.LIBRARY))):
+        monkeypatch.setattr(eigen, "has_fixed", lambda library, fixed=fixed: fixed)
+        assert jax_numerics.found([ss.cpu()], True)["caches"] == said
+
+
+def test_flags_that_only_write_files_are_left_out(monkeypatch):
+    debug = SimpleNamespace(
+        xla_cpu_enable_fast_math=True, xla_dump_to="there", xla_force_host_platform_device_count=4, xla_gpu_autotune=3
+    )
+    options = SimpleNamespace(
+        executable_build_options=SimpleNamespace(debug_options=debug),
+        SerializeAsString=lambda: repr(list(vars(debug).values())).encode(),
+    )
+    monkeypatch.setattr(jax_numerics.xla_client, "CompileOptions", lambda: options)
+    assert jax_numerics.flags() == b"[True, '', 0, 3]"
+
+
+def test_portable_needs_xlas_flag_and_exact_roots(monkeypatch):
+    fixed = []
+    monkeypatch.setattr(jax_numerics.numerics, "require_avx2", lambda: None)
+    monkeypatch.setattr(eigen, "fix_caches", lambda *given: fixed.append(given))
+    monkeypatch.setattr(jax, "jit", lambda function: function)
+    for flags, off, enough in ((b".AVX2.", 0, True), (b".AVX2.", 1e-7, False), (b"", 0, False), (b"", 1e-7, False)):
+        monkeypatch.setattr(jax_numerics, "flags", lambda flags=flags: flags)
+        monkeypatch.setattr(jax.lax, "rsqrt", lambda x, off=off: 1 / np.sqrt(np.asarray(x)) + np.float32(off))
+        with contextlib.nullcontext() if enough else pytest.raises(ss.SamestepError, match="has already read its XLA"):
+            jax_numerics.require_portable()
+    assert fixed == [(jax_numerics.LIBRARY, f"JAX {jax.__version__}")]
+
+
+def test_a_run_computes_in_its_own_threads_only_if_shards_are_side_by_side(monkeypatch):
+    for cores, threads, asynchronous in ((1, 1, True), (2, 1, False), (2, 2, True), (3, 2, True), (4, 2, False)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        with backend.session([ss.cpu()], deterministic=True, threads=threads):
+            assert backend._run == (threads, asynchronous)
+        assert backend._run is None
+
+
+def test_caches_are_cleared_only_when_settings_have_changed(monkeypatch):
+    def sessions(n):
+        cleared = []
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+            for _ in range(n):
+                with backend.session([ss.cpu()], deterministic=True, threads=1):
+                    pass
+        return len(cleared)
+
+    sessions(1)
+    assert sessions(2) == 0
+    with jax.default_matmul_precision("bfloat16"):
+        assert sessions(2) == 1
+    assert sessions(2) == 1
+
+
+def test_arrays_and_losses_in_small_numbers():
+    vector = jnp.asarray([3.0, 4.0])
+    assert backend.clip(vector, 2.5).tolist() == [1.5, 2.0]
+    assert backend.clip(vector, 8.0).tolist() == [3.0, 4.0]
+    assert backend.zeros_like(vector).tolist() == [0.0, 0.0]
+    assert backend.concat([vector]) is vector
+    assert backend.sum_of_means(jnp.asarray([[1.0, 2.0, 3.0], [3.0, 5.0, 7.0]])) == 7.0
+    assert backend.count_hits(jnp.asarray([[1, 2, 0], [5, 3, 4], [0, 0, 1], [9, 1, 1]]), jnp.asarray([1, 1, 1, 0])) == 2
+    assert backend.compiled(sum) is backend.compiled(sum)
+
+
+def test_whole_numbers_that_fit_into_32_bits_are_taken():
+    array, key = jnp.ones(3), jax.random.key(0)
+    assert checked(array) is array
+    assert checked(key) is key
+    assert checked([-1.5, 2.0**40]).tolist() == [-1.5, 2.0**40]
+    for kind, least, most in ((np.int64, -(2**31), 2**31 - 1), (np.uint64, 0, 2**32 - 1)):
+        assert checked(np.array([], kind)).tolist() == []
+        assert checked(np.array([least, most], kind)).tolist() == [least, most]
+        beyond = [np.array([3, most + 1], kind), *([np.array([3, least - 1], kind)] if least else [])]
+        for numbers in beyond:
+            with pytest.raises(ss.SamestepError, match="^whole numbers beyond 32 bits need"):
+                checked(numbers)
+            with jax.enable_x64(True):
+                assert checked(numbers) is numbers
+
+
+def test_a_probe_evaluates_one_example_without_computing():
+    seen = []
+
+    class Callable:
+        def __call__(self, w, x, train):
+            seen.append((train, isinstance(x, jax.core.Tracer)))
+            return x * w
+
+    def wrong(output, y):
+        raise ValueError("this loss")
+
+    x, y = np.ones((1, 3), np.float32), np.zeros(1, np.int32)
+    model = Pair(Callable(), jnp.ones(3))
+    assert backend.probe(model, None, x, y).classes == 3
+    assert seen == [(False, True)]
+    with pytest.raises(ValueError, match="this loss"):
+        backend.probe(model, wrong, x, y)
+    assert backend.describe(model) == "Callable"
+    assert backend.describe(Pair(wrong, jnp.ones(3))).endswith("<locals>.wrong")
+    assert backend.describe(Dense()) == "Dense"
+
+
+class Counted(nn.Module):
+    """Its state counts calls, also in evaluation where it may; its one weight is a part of a key."""
+
+    field: object = None
+
+    @nn.compact
+    def __call__(self, x, train):
+        calls = self.variable("counts", "calls", lambda: jnp.zeros(()))
+        if self.is_mutable_collection("counts"):
+            calls.value = calls.value + (2 if train else 1)
+        return x * self.param("w", lambda key: jax.random.key_data(key)[0].astype(jnp.float32))
+
+
+def test_a_linen_module_is_drawn_from_seed_0_and_writes_its_state_in_training_alone():
+    x, key = jnp.ones((1, 3)), jax.random.key(0)
+    module = Counted()
+    rngs = {"dropout": key, "params": jax.random.fold_in(key, 1)}
+    variables = module.init(rngs, x, train=False)
+    try:
+        backend.probe(module, None, np.ones((1, 3), np.float32), np.zeros(1, np.int32))
+        adapter, params, state = adapt(module, backend._made)
+        assert (float(params["w"]), float(state["counts"]["calls"])) == (float(variables["params"]["w"]), 1.0)
+        for train in (False, True):
+            _, new = adapter(params, state, x, key, train)
+            assert float(new["counts"]["calls"]) == (3.0 if train else 1.0)
+        bound = module.bind(variables)
+        backend.probe(bound, None, np.ones((1, 3), np.float32), np.zeros(1, np.int32))
+        assert list(backend._made) == [id(module)]
+    finally:
+        backend._made.clear()
+    unhashable = Counted(np.ones(2))
+    assert hash(LinenAdapter(unhashable)) == id(unhashable)
+    assert hash(LinenAdapter(module)) == hash(module)
+
+
+class Streams(nnx.Module):
+    """Shows the keys of its streams."""
+
+    def __init__(self):
+        self.one, self.many = nnx.Rngs(a=0), nnx.Rngs(b=1).fork(split=3)
+        self.weight = nnx.Param(jnp.ones(2))
+
+    def __call__(self, x):
+        return [jax.random.key_data(stream.key.get_value()) for stream in (self.one.a, self.many.b)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_stream_of_an_nnx_module_has_a_key_of_its_own():
+    adapter, params, state = adapt(Streams(), {})
+    key = jax.random.key(5)
+    one, many = adapter(params, state, jnp.ones(2), key, True)[0]
+    leaves = jax.tree.leaves(adapter.streams)
+    places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    single, several = sorted(places, key=lambda i: leaves[i].ndim)
+    assert one.tolist() == jax.random.key_data(jax.random.fold_in(key, single)).tolist()
+    assert many.tolist() == jax.random.key_data(jax.random.split(jax.random.fold_in(key, several), 3)).tolist()
+    assert adapt(Streams(), {})[0] == adapter
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trained_nnx_module_draws_from_streams_of_its_own():
+    adapter, params, state = adapt(Streams(), {})
+    first = adapter.model(params, state)
+    before = first.one.a.count.get_value()
+    first.one.a()
+    assert first.one.a.count.get_value() == before + 1
+    assert adapter.model(params, state).one.a.count.get_value() == before
+
+
+def test_what_stands_for_arrays_functions_and_devices():
+    ones, keys = jnp.ones(2), [jax.random.key(i) for i in range(2)]
+    assert told(ones) != told(jnp.zeros(2))
+    assert told(keys[0]) != told(keys[1])
+    for name, leaf in (("key", keys[0]), ("array", np.ones(2))):
+        pairs = [Pair(max, {"w": leaf}), Pair(max, {"w": jax.random.key(7) if name == "key" else np.zeros(2)})]
+        assert told(pairs[0]) == told(pairs[1])
+        assert told(pairs[0], True) != told(pairs[1], True)
+    assert _told(np.ones((2, 3), np.float32), False) == ["float32", [2, 3], False]
+    assert _told(np.ones((1, 2), np.uint8), True)[3].tolist() == [1, 1]
+    assert _told(jnp.asarray(1.0), False)[2] is True
+    makers = [Pair(max, lambda key, x: jnp.ones(3)), Pair(max, lambda key, x: jnp.zeros(3))]
+    assert told(makers[0]) != told(makers[1])
+    assert told(jax.jit(lambda x: x + 1)) != told(jax.jit(lambda x: x + 2))
+    tree = jax.tree.structure([1, 2])
+    assert content(tree, True) == str(tree)
+    assert content(jax.devices("cpu")[0], True) == "device cpu"
+    assert content(object(), True) is None
+    seen = []
+    jax.eval_shape(lambda x: seen.append(content(x, True)) or x, ones)
+    ones.delete()
+    assert [*seen, content(ones, True)] == [None, None]
+
+
+def test_jax_distributed_with_one_process_is_no_reason_to_refuse(monkeypatch):
+    monkeypatch.setattr(Backend, "world", lambda self, place, timeout, devices: "joined")
+    for client, count in ((object(), 1), (None, 1), (None, 2)):
+        monkeypatch.setattr(backends_jax.global_state, "client", client)
+        monkeypatch.setattr(backends_jax.global_state, "num_processes", count)
+        assert backend.world(None, 1.0, []) == "joined"
+    monkeypatch.setattr(backends_jax.global_state, "client", object())
+    with pytest.raises(ss.SamestepError, match="has joined 2 processes"):
+        backend.world(None, 1.0, [])
+
+
+def test_three_ways_of_a_rate_into_an_update_of_optax():
+    replica = backend.replica(Pair(lambda w, x: x * w, jnp.ones(2)), None, ss.cpu(), 2)
+    ways = [optax.sgd, optax.inject_hyperparams(optax.sgd)(learning_rate=0.25), optax.sgd(0.125)]
+    updaters = [backend.updater(way, replica, 0.0) for way in ways]
+    assert [updater.rate() for updater in updaters] == [None, 0.25, 1.0]
+    assert [updater.fixed for updater in updaters] == [False, False, True]
+    for updater, moved in zip(updaters, (0.5, 0.5, 0.125), strict=True):
+        replica.assign(jnp.asarray([3.0, 3.0]))
+        updater.apply(jnp.asarray([2.0, 2.0]), 0.5, 0)
+        assert replica.parameters.tolist() == [3 - 2 * moved] * 2
+        assert hasattr(updater._update, "lower")
+        assert re.fullmatch(r"optax\([0-9a-f]{16}\)", repr(updater))
+    assert len(set(map(repr, updaters))) == 3
+    assert backend.updater(optax.sgd, replica, 0.0)._update is updaters[0]._update
+
+
+def test_what_is_no_transformation_of_optax():
+    replica = backend.replica(Pair(lambda w, x: x * w, jnp.ones(2)), None, ss.cpu(), 2)
+    made = optax.sgd(0.1)
+    for half in (SimpleNamespace(init=made.init), SimpleNamespace(update=made.update)):
+        with pytest.raises(ss.SamestepError, match="^optimizer must be an optax transformation, .* got function$"):
+            backend.updater(lambda rate, half=half: half, replica, 0.0)
+
+    def rated(rate):
+        return optax.sgd(rate)
+
+    for name in ("init", "update"):  # a function that has one of the two names is still a function of the rate
+        rated.__dict__.clear()
+        setattr(rated, name, None)
+        assert backend.updater(rated, replica, 0.0).rate() is None

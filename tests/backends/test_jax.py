@@ -1014,8 +1014,8 @@ def test_what_a_shard_gives_number_by_number():
         else:
             assert sums(range(1, 3)) == (2, {(i, i + 1): expected[i].tolist() for i in (1, 2)})
             assert asked == [(i, ss.cpu()) for i in (1, 2, 1, 2)]
-    rows = replica._loop(x, y, order[:4].reshape(2, 2), keys[:2], 0)
-    assert rows.tolist() == [*(row.tolist() for row in expected[:2]), *[[0.0] * 19] * 3]
+    rows = replica._loop(x, y, order[2:6].reshape(2, 2), keys[1:3], 1)
+    assert rows.tolist() == [*(row.tolist() for row in expected[1:3]), *[[0.0] * 19] * 3]
 
 
 def test_the_state_moves_by_its_mean_change_and_counters_by_whole_numbers():
@@ -1285,21 +1285,25 @@ def test_a_linen_module_is_drawn_from_seed_0_and_writes_its_state_in_training_al
 
 
 class Streams(nnx.Module):
-    """Shows the keys of its streams."""
+    """Shows the keys of its streams, and whether it is in training; writes its state."""
 
     def __init__(self):
         self.one, self.many = nnx.Rngs(a=0), nnx.Rngs(b=1).fork(split=3)
-        self.weight = nnx.Param(jnp.ones(2))
+        self.weight, self.mean, self.drop = nnx.Param(jnp.ones(2)), nnx.BatchStat(jnp.zeros(3)), nnx.Dropout(0.5)
 
     def __call__(self, x):
-        return [jax.random.key_data(stream.key.get_value()) for stream in (self.one.a, self.many.b)]
+        self.mean.set_value(self.mean.get_value() + 1)
+        keys = [jax.random.key_data(stream.key.get_value()) for stream in (self.one.a, self.many.b)]
+        return [*keys, not self.drop.deterministic]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_stream_of_an_nnx_module_has_a_key_of_its_own():
     adapter, params, state = adapt(Streams(), {})
     key = jax.random.key(5)
-    one, many = adapter(params, state, jnp.ones(2), key, True)[0]
+    (one, many, training), new = adapter(params, state, jnp.ones(2), key, True)
+    assert training
+    assert [leaf.tolist() for leaf in jax.tree.leaves([state, new])] == [[0.0] * 3, [1.0] * 3]  # state as it was
     leaves = jax.tree.leaves(adapter.streams)
     places = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     single, several = sorted(places, key=lambda i: leaves[i].ndim)
@@ -1376,10 +1380,14 @@ def test_what_is_no_transformation_of_optax():
         with pytest.raises(ss.SamestepError, match="^optimizer must be an optax transformation, .* got function$"):
             backend.updater(lambda rate, half=half: half, replica, 0.0)
 
+    rates = []
+
     def rated(rate):
+        rates.append(rate)
         return optax.sgd(rate)
 
     for name in ("init", "update"):  # a function that has one of the two names is still a function of the rate
         rated.__dict__.clear()
         setattr(rated, name, None)
         assert backend.updater(rated, replica, 0.0).rate() is None
+    assert rates == [0.1, 0.1]  # what the first state is made with; updates have the schedule's

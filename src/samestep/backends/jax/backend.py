@@ -114,7 +114,7 @@ class JaxBackend(Backend):
         return left + right
 
     def concat(self, vectors: Sequence[Any]) -> Any:
-        return vectors[0] if len(vectors) == 1 else jnp.concatenate(list(vectors))
+        return jnp.concatenate(list(vectors))
 
     def zeros_like(self, vector: Any) -> Any:
         return vector * 0

@@ -15,15 +15,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from samestep.errors import Invalid
+from samestep.processes.launch import Processes
 from samestep.processes.place import OVERRIDES
-from samestep.runs.diff import Difference, describe
+from samestep.runs import verify as module
+from samestep.runs.diff import Difference, describe, to_json
 from samestep.runs.run import Run
-from samestep.runs.verify import Job, Report, Row, Start, Way, choose, counts, draw, table
+from samestep.runs.verify import Job, Report, Row, Runs, Start, Way, choose, counts, draw, table
 from samestep.screen import cli
 
 STEPS = 40
@@ -277,6 +281,14 @@ def test_choose_does_not_take_the_whole_product() -> None:
     assert len(choose([1, 2, 3, 8], [1, 2, 3], 8, every=True)) == 12
     assert choose([1, 2], [1, 2], shards=3) == [Way(1, 1), Way(2, 1), Way(1, 2)]  # no mixed one fits
     assert choose([2, 4], [2], shards=8) == [Way(2, 2), Way(4, 2)]
+    assert choose([1, 2], [1, 2], shards=4) == [Way(1, 1), Way(2, 1), Way(1, 2), Way(2, 2)]
+
+
+def test_ways_and_jobs_by_name() -> None:
+    names = ["1 device", "3 devices", "2 processes", "2 processes x 3 devices"]
+    assert [str(way) for way in (Way(), Way(3), Way(1, 2), Way(3, 2))] == names
+    assert (Way().total, Way(3, 2).total) == (1, 6)
+    assert str(Job(Path("my.py"), backend="jax")) == "my.py"
 
 
 def test_counts() -> None:
@@ -302,6 +314,17 @@ def test_draw_resumes_in_another_way() -> None:
     assert draw(ways, 8, 5, "4", chance)[1] == Way(4)
     first, then, _, _ = draw(ways, 8, 5, "same", chance)
     assert first == then
+
+
+def test_half_of_the_kills_are_of_one_process() -> None:
+    def drawn(way: Way, number: float | None) -> list[int]:
+        chance: Any = random.Random(0)
+        chance.random = lambda: pytest.fail("nothing is to be drawn") if number is None else number
+        return draw([way], 8, STEPS, "same", chance)[2]
+
+    assert drawn(Way(1, 2), 0.5) == [0, 1]
+    assert len(drawn(Way(1, 2), 0.49)) == 1
+    assert drawn(Way(2), None) == [0]
 
 
 def test_command() -> None:
@@ -338,6 +361,55 @@ def test_processes_know_their_places_and_nothing_of_those_of_ours(monkeypatch: p
     none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert places == [none, *(none | two | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01")]
+
+
+def test_what_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(Processes, "__init__", lambda self, *given: seen.append(given[:4]))
+    monkeypatch.setattr(module, "engine_for", lambda script, backend: f"that of {script} and {backend}")
+    monkeypatch.setenv(OVERRIDES, '{"seed": 1}')
+    env = {name: value for name, value in os.environ.items() if name not in (OVERRIDES, "PYTHONUNBUFFERED")}
+    env["PYTHONUNBUFFERED"] = "1"
+    job, folder = Job(backend="jax"), Path("run")
+    start = Start(job, Way(2), folder)
+    Start(job, Way(1, 2), folder, 7)
+    assert (start.folder, start.output, start.output.read_bytes(), start.survivors) == (folder, Path("run.txt"), b"", 0)
+    assert seen == [
+        (job.command(Way(2), folder), 1, env, "torch"),
+        (job.command(Way(1, 2), folder, 7), 2, env, "that of None and jax"),
+    ]
+
+
+def test_the_end_of_what_was_printed() -> None:
+    start = Start.__new__(Start)
+    start.output = Path("run.txt")
+    start.output.write_bytes("".join(f"line {i}\n" for i in range(30)).encode() + b"\xff\n\n")
+    assert start.said().splitlines() == [f"line {i}" for i in range(11, 30)] + ["\ufffd"]
+
+
+def test_waiting_for_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for until a process has ended, with whatever status."""
+    start, states = Start.__new__(Start), [[None, None], [None, None], [None, 0]]
+    monkeypatch.setattr(start, "poll", lambda: states.pop(0), raising=False)
+    answers = [False, False, True]
+    assert start.until(lambda: answers.pop(0)) is True
+    assert (answers, states) == ([], [[None, 0]])
+    assert start.until(lambda: False) is False
+    assert states == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "states", "hit"),
+    [([0], [-9, None, 1], True), ([0, 1], [0, -9, None], True), ([1, 2], [None, 0, -15], False), ([0], [9, -9, None], False)],
+)
+def test_a_kill_that_came_too_late_is_known(
+    ranks: list[int], states: list[int | None], hit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, killed = Start.__new__(Start), list[Any]()
+    monkeypatch.setattr(start, "kill", lambda ranks=None: killed.append(ranks), raising=False)
+    monkeypatch.setattr(start, "wait", lambda: 0, raising=False)
+    monkeypatch.setattr(start, "poll", lambda: states, raising=False)
+    assert (start.lose(ranks), start.survivors, killed) == (hit, 1, [ranks, None])
 
 
 WORKER = """
@@ -391,13 +463,19 @@ def test_steps_are_read_from_the_end_of_a_log(tmp_path: Path, monkeypatch: pytes
     start = Start.__new__(Start)
     start.folder, log = tmp_path, tmp_path / "events.jsonl"
     assert start.steps() == 0
-    line = json.dumps({"event": "steps", "first": 20, "fingerprint": ["a", "b"]}) + "\n"
-    log.write_text(9 * line.replace("20", "10") + line + '{"event": "epoch"}\n')
-    assert start.steps() == 22
-    log.write_text(log.read_text() + line.replace("20", "30")[:-1])  # not yet whole
-    assert start.steps() == 22
+    line = json.dumps({"event": "steps", "first": 22, "fingerprint": ["a", "b", "c"]}) + "\n"
+    log.write_text(9 * line.replace("22", "10") + line + '{"event": "epoch"}\n')
+    assert start.steps() == 25
+    log.write_text(log.read_text() + line.replace("22", "30")[:-1])  # not yet whole
+    assert start.steps() == 25
+    log.write_text(line)
+    assert start.steps() == 25
     log.write_text('{"event": "start"}\n')
     assert start.steps() == 0
+    log.write_text(4 * line)
+    for tail, steps in ((len(line), 25), (len(line) - 1, 0)):  # so much is read and no more
+        monkeypatch.setattr("samestep.runs.verify.TAIL", tail)
+        assert start.steps() == steps
 
 
 # What is shown
@@ -406,6 +484,9 @@ def test_steps_are_read_from_the_end_of_a_log(tmp_path: Path, monkeypatch: pytes
 def test_conclusion() -> None:
     rows = [Row("1 device", verdict="reference", steps=60, fingerprint="ab" * 32)]
     assert Report("my.py", 0, rows).conclusion() == f"the same in 1 way: 60 steps, fingerprint {'ab' * 32}"
+    more = [*rows, Row("2 devices", verdict="same"), *(Row("killed", verdict="same", killed_at=i) for i in (1, 2, 3))]
+    assert Report("my.py", 0, more).conclusion().startswith("the same in 2 ways and after 3 kills: 60 steps, fingerprint ab")
+    assert Report("my.py", 0, more[1:]).conclusion() == "the same in 1 way and after 3 kills: 0 steps, fingerprint "
     rows += [
         Row("2 devices", verdict="same", steps=60, fingerprint="ab" * 32),
         Row("9 devices", verdict="does not fit"),
@@ -424,6 +505,39 @@ def test_conclusion() -> None:
     assert columns[1:3] == [["60", "60", "", "60", "60"], ["", "", "", "2", ""]]
     assert columns[3] == [("ab" * 8) * (row.verdict != "does not fit") for row in rows]
     assert columns[4] == [row.verdict for row in rows]
+
+
+def test_a_table_to_the_letter() -> None:
+    """Where there is little room, the ways are folded, and nothing else."""
+    rows = [
+        Row("1 device", verdict="reference", steps=1234567, fingerprint="0123456789abcdef" * 4),
+        Row("3 devices, killed at step 7, then 2 devices", verdict="does not fit", resumed_at=6),
+    ]
+    console = Console(width=64, color_system=None)
+    with console.capture() as shown:
+        console.print(table(Report("my.py", 0, rows)))
+    assert [line.rstrip() for line in shown.get().splitlines()] == [
+        "way            steps  resumed at  fingerprint",
+        "1 device     1234567              0123456789abcdef  reference",
+        "3 devices,                     6                    does not fit",
+        "killed at",
+        "step 7,",
+        "then 2",
+        "devices",
+    ]
+
+
+def test_a_report_as_json() -> None:
+    found = Difference(verdict="differ", kind="loss", first_step=7, shards=[1], steps=60, lengths=(60, 60))
+    report = Report("my.py", 3, [Row("1 device", "run", "DIFFERS")], found, "1 device", "here")
+    row = {
+        "way": "1 device", "folder": "run", "verdict": "DIFFERS", "steps": None, "killed_at": None, "resumed_at": None,
+        "fingerprint": "", "message": "",
+    }  # fmt: skip
+    told = {"same": False, "job": "my.py", "seed": 3, "runs": [row], "difference": json.loads(to_json(found)),
+            "differs": "1 device", "kept": "here"}  # fmt: skip
+    assert report.to_json() == json.dumps(told, indent=2)
+    assert json.loads(Report("my.py", 3).to_json())["difference"] is None
 
 
 def test_conclusion_where_runs_are_not_the_same() -> None:
@@ -452,3 +566,245 @@ def test_the_built_in_job_is_one_epoch(monkeypatch: pytest.MonkeyPatch, verify: 
     assert os.listdir() == []
     verify("--epochs=3")
     assert seen[1:] == [["the built-in job", "3", "1 device"]]
+
+
+# What is decided, with stand-ins for the runs
+
+
+class Pretended:
+    """In place of `Runs`: notes what is asked of it; the first run has 4 shards and 9 steps."""
+
+    shards, verdict = 4, "same"
+
+    def __init__(self, job: Job, root: Path, report: Report, tell: Callable[[], None], tidy: bool) -> None:
+        self.root, self.report, self.tell = root, report, tell
+        self.first = SimpleNamespace(fingerprints=["ab"] * 9)
+        self.asked: list[Any] = [tidy]
+        LAST[:] = [self]
+
+    def refer(self, way: Way) -> None:
+        self.asked.append(way)
+        self.report.runs.append(Row(str(way), verdict=self.verdict))
+        self.tell()
+
+    def run(self, way: Way) -> None:
+        self.asked.append(way)
+
+    def kill(self, number: int, *drawn: Any) -> None:
+        self.asked.append((number, *drawn))
+
+
+LAST: list[Pretended] = []
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Runs", Pretended)
+    monkeypatch.setattr(module, "draw", lambda ways, *given: (list(ways), *given[:3]))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_verify_asks_for() -> None:
+    told: list[str] = []
+    report = module.verify(
+        Job(), [1, 2, 3], [1, 2], kill=2, resume_on="4", seed=7, tell=lambda report: told.append(report.runs[-1].way)
+    )
+    drawn = [Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2)], 4, 9, "4"
+    others = [Way(2), Way(3), Way(1, 2), Way(2, 2)]
+    assert LAST[0].asked == [True, Way(1), *others, (1, *drawn), (2, *drawn)]
+    assert (report.job, report.seed, report.kept, told) == ("the built-in job", 7, "", ["1 device"])
+    assert left() == []
+    module.verify(Job(), [1, 2, 3], [1, 2], every=True, kill=0, keep=Path("a/b"))
+    assert LAST[0].asked == [False, Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2), Way(3, 2)]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_resume_on_more_devices_than_shards_is_refused() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Invalid, match=r"^--resume-on 5 needs at least 5 shards, got shards=4$"):
+        module.verify(Job(), resume_on="5")
+    assert LAST[0].asked == [True, Way(1)]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert left() == []
+
+
+@pytest.mark.usefixtures("pretended")
+def test_which_folders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a verification that fails, and those that were asked for; one that is gone already is no trouble."""
+    assert module.verify(Job(), kill=0, keep=Path("new/folder")).kept == "new/folder"
+    assert os.listdir("new") == ["folder"]
+    monkeypatch.setattr(Pretended, "run", lambda self, way: self.root.exists() and self.root.rmdir())
+    assert module.verify(Job(), kill=0).kept == ""
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "Runs", Pretended)
+    monkeypatch.setattr(Pretended, "verdict", "FAILED")
+    kept = module.verify(Job(), kill=0).kept
+    assert (Path(kept).name[:16], Path(kept).is_dir()) == ("samestep-verify-", True)
+
+
+class Ended:
+    """In place of `Start`: processes that have ended already, after they have left what `does` leaves."""
+
+    does: Callable[[Ended], int] = lambda self: 0  # noqa: E731
+    step, hit = 5, True
+
+    def __init__(self, job: Job, way: Way, folder: Path, every: int | None = None) -> None:
+        self.way, self.folder, self.status, self.log = way, folder, 0, folder / "events.jsonl"
+        STARTED.append((str(way), every))
+
+    def __enter__(self) -> Ended:
+        self.folder.mkdir(exist_ok=True)
+        self.status = self.does()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def until(self, condition: Callable[[], bool]) -> bool:
+        return condition()
+
+    def steps(self) -> int:
+        return self.step
+
+    def lose(self, ranks: list[int]) -> bool:
+        assert ranks == [1, 2]
+        return self.hit
+
+    def wait(self) -> int:
+        return self.status
+
+    def said(self) -> str:
+        return "no memory"
+
+
+STARTED: list[tuple[str, int | None]] = []
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Runs after a reference of 4 shards, whose folders are removed where they are the same."""
+    STARTED.clear()
+    monkeypatch.setattr(module, "Start", Ended)
+    monkeypatch.setattr(module, "events", lambda log: [json.loads(line) for line in log.splitlines()])
+    monkeypatch.setattr(Run, "load", lambda folder: SimpleNamespace(**vars(FIRST)))
+    monkeypatch.setattr(module.diff, "compare", lambda one, other: Difference(same=True, verdict="compared"))
+    made = Runs(Job(), Path("."), Report("job", 0), lambda: None, tidy=True)
+    made.run_folder, made.first, made.shards = Path("1-device"), FIRST, 4  # type: ignore[assignment]
+    return made
+
+
+FIRST = SimpleNamespace(fingerprints=["aa", "bb"], fingerprint="bb", recipe={"shards": "4"})
+
+
+def does(monkeypatch: pytest.MonkeyPatch, *told: str, status: int = 0) -> None:
+    """From now on, processes leave a log of these events and end with this status."""
+
+    def work(self: Ended) -> int:
+        self.log.write_text("".join(json.dumps({"event": event, "step": i}) + "\n" for i, event in enumerate(told)))
+        return status
+
+    monkeypatch.setattr(Ended, "does", work)
+
+
+def test_the_reference(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    runs.tell = lambda: told.append(runs.report.runs[-1].verdict)
+    does(monkeypatch, "start", "steps", "epoch", "end")
+    runs.refer(Way(2))
+    assert runs.report.runs == [Row("2 devices", "2-devices", "reference", 2, fingerprint="bb")]
+    assert (runs.run_folder, runs.shards, STARTED) == (Path("2-devices"), 4, [("2 devices", None)])
+    assert told == ["running", "reference"]
+
+
+ONE = "a run folder holds one run, so leave one fit in it"
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "message"),
+    [
+        (("end", "resume", "end"), 0, f"the built-in job fits more than once: {ONE}"),
+        (("start", "end"), 3, f"the built-in job failed after its fit had ended ({ONE}) with status 3:\nno memory"),
+        (("start", "steps"), 3, "the built-in job failed on 1 device with status 3:\nno memory"),
+        (("start", "steps"), 0, "the built-in job has left no run: a script to verify makes a samestep.Trainer and calls its fit"),
+    ],
+)
+def test_what_is_no_reference(
+    told: tuple[str, ...], status: int, message: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does(monkeypatch, *told, status=status)
+    with pytest.raises(Invalid) as caught:
+        runs.refer(Way())
+    assert str(caught.value) == message
+
+
+def test_as_many_devices_as_shards_fit(runs: Runs) -> None:
+    for way in (Way(4), Way(5), Way(2, 2), Way(3, 2)):
+        runs.run(way)
+    assert [row.verdict for row in runs.report.runs] == ["same", "does not fit", "same", "does not fit"]
+    assert STARTED == [("4 devices", None), ("2 processes x 2 devices", None)]
+    assert os.listdir() == []
+
+
+def test_a_kill_and_what_became_of_it(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the step or after it; each step is saved, before the kill and after it."""
+    does(monkeypatch, "start", "steps", "resume", "epoch", "resume", "steps", "epoch", "end")
+    for number, step in enumerate((5, 4, 6), 1):
+        runs.kill(number, Way(1, 3), Way(2), [1, 2], step)
+    way = "3 processes, rank 1 killed at step {}, then 2 devices"
+    assert runs.report.runs == [
+        Row(way.format(5), "kill-1", "same", 2, 5, 4, "bb"),
+        Row(way.format(4), "kill-2", "same", 2, 4, 4, "bb"),
+        Row(way.format(6), "kill-3", "not killed", 2, 6, None, "bb"),
+    ]
+    assert STARTED == [("3 processes", 1), ("2 devices", 1)] * 2 + [("3 processes", 1)]
+    monkeypatch.setattr(Ended, "hit", False)
+    runs.kill(4, Way(1, 3), Way(2), [1, 2], 5)
+    assert runs.report.runs[-1].verdict == "not killed"
+    does(monkeypatch, "start", "steps", "epoch", "end")
+    monkeypatch.setattr(Ended, "hit", True)
+    monkeypatch.setattr(Ended, "lose", lambda self, ranks: True)
+    runs.kill(5, Way(1, 2), Way(2), [0, 1], 5)
+    last = Row("2 processes, killed at step 5, then 2 devices", "kill-5", "same", 2, 5, 0, "bb")
+    assert runs.report.runs[-1] == last  # from the start
+
+
+def test_a_kill_whose_resume_fails(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    does(monkeypatch, "start", status=1)
+    runs.kill(1, Way(1, 3), Way(2), [1, 2], 5)
+    assert (runs.report.runs[0].verdict, runs.report.runs[0].message) == ("FAILED", "no memory")
+    assert os.listdir() == ["kill-1"]
+
+
+def test_a_run_that_cannot_be_read_has_failed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(folder: Path) -> None:
+        raise Invalid(f"{folder} is damaged")
+
+    monkeypatch.setattr(Run, "load", damaged)
+    runs.run(Way(2))
+    assert runs.report.runs == [Row("2 devices", "2-devices", "FAILED", message="2-devices is damaged")]
+
+
+def test_what_is_the_same(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fingerprint, the last one, and what diff says; of those that differ, the first is shown and all are kept."""
+    runs.run(Way(1))
+    assert (runs.report.difference, runs.report.differs) == (None, "")
+    differing = [{"fingerprints": ["aa"]}, {"fingerprint": "aa"}, {"fingerprint": "cc"}]
+    for devices, change in enumerate(differing, 2):
+        monkeypatch.setattr(Run, "load", lambda folder, c=change: SimpleNamespace(**vars(FIRST) | c))
+        runs.run(Way(devices))
+    monkeypatch.setattr(Run, "load", lambda folder: FIRST)
+    monkeypatch.setattr(module.diff, "compare", lambda one, other: Difference(verdict=f"{one} is not {other}"))
+    runs.run(Way(2, 2))
+    assert [row.verdict for row in runs.report.runs] == ["same"] + ["DIFFERS"] * 4
+    assert runs.report.difference == Difference(same=True, verdict="compared")
+    assert runs.report.differs == "2 devices"
+    assert sorted(os.listdir()) == ["2-devices", "2-processes-x-2-devices", "3-devices", "4-devices"]
+    runs.report.difference = None
+    runs.run(Way(2, 2))
+    assert runs.report.difference == Difference(verdict="1-device is not 2-processes-x-2-devices")
+
+
+def test_kept_folders_are_not_removed(runs: Runs) -> None:
+    runs.tidy = False
+    runs.run(Way(2))
+    assert (runs.report.runs[0].verdict, os.listdir()) == ("same", ["2-devices"])

@@ -206,7 +206,7 @@ def _compare_tensor(name: str, step: int, a: NDArray[Any] | None, b: NDArray[Any
         return Tensor(name, step, note=f"only in {'B' if a is None else 'A'}")
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return Tensor(name, step, note=f"{a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B")
-    x, y = a.reshape(-1), b.reshape(-1)
+    x, y = a.ravel(), b.ravel()
     differ = (x.view(np.uint8) != y.view(np.uint8)).reshape(x.size, x.itemsize).any(axis=1)
     if not differ.any():
         return None
@@ -243,7 +243,7 @@ def _cause(found: Difference, left: dict[str, Any], right: dict[str, Any], chang
     # Frameworks lay out the same weights in different ways; and where the first step agreed, so did what it began with.
     other = {"parameters", "initial"} if "framework" in changed or found.first_step else set()
     for key in sorted(changed, key=lambda key: ranks.get(key, ranks["code"] - 0.5)):
-        if key in ONLY.get(found.kind or "", set(changed) - never - late - other):
+        if key in ONLY.get(found.kind or "", set(changed).difference(never, late, other)):
             names = [name for name, _, _ in found.recipe if name.partition(".")[0] == key]
             listed = ", ".join(names[:3] + ["..."] * (len(names) > 3))
             words = CAUSES.get(key, f"another {key}, {{a}} in A and {{b}} in B")

@@ -160,14 +160,14 @@ class Report:
         kept = f"\nthe runs are kept in {self.kept}" if self.kept else ""
         if bad and bad.verdict == "FAILED":
             return f"{self.job} failed on {bad.way}:\n{bad.message}{kept}"
-        if bad and self.difference:
+        if self.difference:
             return f"A: {self.runs[0].way}; B: {self.differs}\n{diff.describe(self.difference)}{kept}"
         ran = [row for row in self.runs if row.verdict in ("reference", "same")]
         kills = sum(row.killed_at is not None for row in ran)
         early = sum(row.verdict == "not killed" for row in self.runs)
-        words = f"the same in {counted(len(ran) - kills, 'way')}" + f" and after {counted(kills, 'kill')}" * (kills > 0)
+        words = f"the same in {counted(len(ran) - kills, 'way')}" + f" and after {counted(kills, 'kill')}" * bool(kills)
         first = f"{words}: {counted(ran[0].steps or 0, 'step')}, fingerprint {ran[0].fingerprint}"
-        return first + f"\n{counted(early, 'run')} ended before the kill: more steps are needed" * (early > 0) + kept
+        return first + f"\n{counted(early, 'run')} ended before the kill: more steps are needed" * bool(early) + kept
 
     def to_json(self) -> str:
         difference = json.loads(diff.to_json(self.difference)) if self.difference else None
@@ -235,7 +235,7 @@ def verify(
     except OSError as error:
         raise Invalid(f"--keep needs a new or empty folder, got {keep}: {error.strerror or error}") from error
     runs = Runs(job, root, report, partial(tell, report), tidy=keep is None)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what was started
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
     try:
         runs.refer(Way(devices[0], processes[0]))
         if resume_on.isdecimal() and int(resume_on) > runs.shards:
@@ -332,9 +332,9 @@ class Runs:
 
 def table(report: Report) -> Table:
     """The runs as a table."""
-    made = Table(box=None, pad_edge=False)
-    for name in ("way", "steps", "resumed at", "fingerprint", ""):
-        made.add_column(name, justify="right" if name in ("steps", "resumed at") else "left", no_wrap=name != "way")
+    made = Table("way", box=None, pad_edge=False)
+    for name in ("steps", "resumed at", "fingerprint", ""):
+        made.add_column(name, justify="right" if name in ("steps", "resumed at") else "left", no_wrap=True)
     for row in report.runs:
         numbers = ["" if number is None else str(number) for number in (row.steps, row.resumed_at)]
         made.add_row(row.way, *numbers, row.fingerprint[:16], row.verdict)

@@ -86,7 +86,7 @@ def train(
 
     if lr is not None and schedule is not None:
         raise Invalid("choose one of --lr and --schedule")
-    _check_job(script, context.args, model=model, backend=backend, momentum=momentum)
+    _check_job(script, model=model, backend=backend, momentum=momentum)
     settings: dict[str, Any] = {
         "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs,
         "schedule": schedule if lr is None else lr,
@@ -135,15 +135,13 @@ def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) 
         out.print(f"run folder {run.folder}")
 
 
-def _check_job(script: Path | None, arguments: list[str], **of_built_in: Any) -> None:
-    """Refuse a script that is not there, and what does not go with a script or with the built-in job."""
+def _check_job(script: Path | None, **of_built_in: Any) -> None:
+    """Refuse a script that is not there, and what does not go with a script."""
     for name, value in of_built_in.items():
         if script is not None and value is not None:
             raise Invalid(f"--{name} goes with the built-in job; {script} has a model and an optimizer of its own")
     if script is not None and not os.path.isfile(script):
         raise Invalid(f"{script} is not a file")
-    if script is None and arguments:
-        raise Invalid(f"unexpected arguments: {' '.join(arguments)}")
 
 
 def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
@@ -181,7 +179,7 @@ def verify(
 
     if portable:
         switch.set_up()  # in all processes that are started
-    _check_job(script, context.args, backend=backend)
+    _check_job(script, backend=backend)
     if backend is not None:
         find.check(backend)
     job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
@@ -297,9 +295,9 @@ def schedule(
     parsed = [parse(text) for text in expressions]
     units = {one.unit for one in parsed}
     per_epoch = None if steps_per_epoch is None else whole("", "--steps-per-epoch", steps_per_epoch, 1)
-    if per_epoch is None and (len(units) > 1 or (epochs is not None and units == {"steps"})):
+    if per_epoch is None and "steps" in units and (epochs is not None or "epochs" in units):
         raise Invalid("schedules in steps and an axis in epochs need --steps-per-epoch")
-    unit = "epochs" if per_epoch is None and units == {"epochs"} else "steps"
+    unit = "epochs" if per_epoch is None and "steps" not in units else "steps"
     if epochs is not None:
         count = whole("", "--epochs", epochs, 1) * (per_epoch or 1)
     else:

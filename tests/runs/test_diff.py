@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from samestep.errors import Invalid
 from samestep.fingerprint import of_weights
 from samestep.models.torch import mlp
 from samestep.runs import checkpoint
-from samestep.runs.diff import compare, describe, to_json
+from samestep.runs.diff import Difference, compare, describe, to_json
 from samestep.runs.log import events, sealed
 from samestep.runs.recipe import read_recipe, recipe_text
 from samestep.screen import cli
@@ -167,6 +168,7 @@ def test_another_number_of_shards(base: Path, tmp_path: Path) -> None:
     assert found.verdict == f"they differ first at step {step}, in which shard cannot be told: A has 4 and B 3"
     assert found.cause == "another number of shards, 4 in A and 3 in B, so other noise, and sums in another order"
     assert all(0 < (t.largest or 0) < 1e-5 for t in found.tensors)  # only the order of additions is another
+    assert compare(tmp_path / "other", base).verdict == found.verdict.replace("A has 4 and B 3", "A has 3 and B 4")
 
 
 def test_another_batch_size(base: Path, tmp_path: Path) -> None:
@@ -177,6 +179,8 @@ def test_another_batch_size(base: Path, tmp_path: Path) -> None:
         "A ends after 6 steps",
         "no tensors are compared: after no step do both have a checkpoint or final weights",
     ]
+    back = compare(tmp_path / "other", base)
+    assert back.verdict == "they differ first at step 0: it has 8 examples in A and 16 in B"
 
 
 @pytest.mark.parametrize("k", range(STEPS))
@@ -230,7 +234,7 @@ def test_another_optimizer_is_seen_in_the_update(base: Path, tmp_path: Path) -> 
     one, other = (f"SGD(momentum={momentum}, nesterov=False, weight_decay=0.0)" for momentum in (0.0, 0.9))
     assert found.cause == f"another optimizer, {one} in A and {other} in B"
     assert [t.name for t in found.tensors] == NAMES + [f"optimizer:velocity:{name}" for name in NAMES]
-    assert {t.note for t in found.tensors[4:]} == {"only in B"}
+    assert {(t.step, t.note) for t in found.tensors[4:]} == {(3, "only in B")}
 
 
 @pytest.mark.parametrize("example", [0, 7, 23, 39])
@@ -304,7 +308,8 @@ def test_unequal_length(base: Path, tmp_path: Path) -> None:
         "recipe      A  B",
         "max_epochs  1  2",
     ]
-    assert describe(compare(base, short)).splitlines()[1] == "B ends after 3 steps"
+    back = compare(base, short)
+    assert (back.kind, back.verdict, back.notes) == ("length", found.verdict, ["B ends after 3 steps"])
 
 
 def test_max_epochs_explains_no_difference(base: Path, tmp_path: Path) -> None:
@@ -375,6 +380,7 @@ def test_one_fingerprint(base: Path, twin: Path, step: int) -> None:
     change_step(twin, step, fingerprint=other_print)
     found = compare(base, twin)
     assert (found.same, found.kind, found.first_step, found.shards) == (False, "update", step, None)
+    assert compare(twin, base).verdict == found.verdict
     assert describe(found) == (
         f"they differ first at step {step}: the forward pass agrees in every shard, the gradient or the update does not\n"
         f"cause: {NEVER}"
@@ -424,6 +430,38 @@ def test_another_number_of_shards_that_changes_no_bit(base: Path, twin: Path) ->
     assert (compare(base, twin).kind, compare(base, twin).first_step) == ("rate", 3)
 
 
+def test_steps_of_which_only_the_fingerprint_is_known(base: Path, twin: Path) -> None:
+    told = list(events((twin / "events.jsonl").read_bytes()))
+    prints = told[1]["fingerprint"]
+    told[1] = {"event": "lost", "first": 0, "last": 2, "fingerprint": prints}
+    write_log(twin, told)
+    found = compare(base, twin)
+    assert (found.same, found.steps) == (True, STEPS)
+    assert found.notes == ["the log of B was damaged: 3 steps left only a fingerprint"]
+    assert compare(twin, twin).same
+    for other in ("0" * 16, "f" * 16):
+        write_log(twin, [told[0], told[1] | {"fingerprint": [prints[0], other, prints[2]]}, *told[2:]])
+        found = compare(base, twin)
+        assert (found.kind, found.first_step, found.shards) == ("update", 1, None)
+        assert found.verdict == "they differ first at step 1, in what cannot be told: one log of it is lost"
+
+
+def test_large_numbers_are_compared_by_their_values(base: Path, twin: Path, tmp_path: Path) -> None:
+    """Of steps, examples and shards."""
+    first, *_, end = events((twin / "events.jsonl").read_bytes())
+    steps = {
+        "event": "steps", "epoch": 1, "first": 0, "examples": [300] * 300, "lr": [0.1] * 300,
+        "loss": [[0.5]] * 299 + [[0.5] * 300], "hits": [[1]] * 299 + [[1] * 300], "fingerprint": ["ab"] * 300,
+    }  # fmt: skip
+    write_log(twin, [first, steps, end])
+    shutil.rmtree(twin / "checkpoints")
+    other = Path(shutil.copytree(twin, tmp_path / "other"))
+    found = compare(twin, other)
+    assert (found.same, found.steps, found.lengths, found.notes) == (True, 300, (300, 300), [])
+    change_step(other, 299, loss=lambda losses: [0.25] * 300)
+    assert compare(twin, other).verdict == "they differ first at step 299, in all 300 shards"
+
+
 def test_a_model_without_hits(base: Path, twin: Path, tmp_path: Path) -> None:
     told = list(events((twin / "events.jsonl").read_bytes()))
     write_log(twin, [event | ({"hits": None} if "hits" in event else {}) for event in told])
@@ -441,6 +479,7 @@ def test_the_evaluation(base: Path, twin: Path) -> None:
     found = compare(base, twin)
     assert (found.same, found.kind, found.first_step, found.tensors) == (False, "evaluation", 3, [])
     assert found.verdict == f"they differ first in the test after 3 steps: loss {was} in A, 2.5 in B"
+    assert compare(twin, base).verdict == f"they differ first in the test after 3 steps: loss 2.5 in A, {was} in B"
     change_step(twin, 3, lr=lambda lr: lr / 2)  # a Plateau that follows the loss
     assert compare(base, twin).kind == "evaluation"
     change_step(twin, 2, lr=lambda lr: lr / 2)
@@ -453,7 +492,7 @@ EVERYTHING = {
     "shards": 8, "seed": 1, "batch_size": 3, "train": {"examples": 40, "sha256": "ab"}, "initial": "ab", "samestep": "9",
     "framework": "jax", "version": "7", "device": "cuda", "schedule": "s", "optimizer": "o", "gradient_clip_val": 0.5,
     "threads_per_shard": 2, "precision": "float64", "sampling": "with_replacement", "loss": "l", "deterministic": False,
-    "max_epochs": 3,
+    "max_epochs": 3, "average": "a", "test": None, "code": {"loss()": "ab"},
 }  # fmt: skip
 
 
@@ -506,6 +545,20 @@ def test_the_schedule_explains_rates_and_nothing_else(base: Path, twin: Path) ->
     assert cause(base, twin, "update", "schedule", "device") == (
         "another kind of device, cpu in A and cuda in B: they agree to rounding only"
     )
+
+
+def test_what_has_no_place_of_its_own_comes_after_the_test_data_and_before_the_code(base: Path, twin: Path) -> None:
+    assert (cause(base, twin, "rate", "optimizer", "test") or "").startswith(
+        "other test data, which the schedule follows: "
+    )
+    assert (cause(base, twin, "rate", "code", "optimizer") or "").startswith("another optimizer, ")
+
+
+def test_a_cause_names_its_own_entries(base: Path, twin: Path) -> None:
+    code = read_recipe((twin / "recipe.json").read_bytes())["code"]
+    change_recipe(twin, average="a", code={**code, "loss()": "ab"}, max_epochs=3)
+    change_step(twin, 4, loss=in_shards(1))
+    assert compare(base, twin).cause == "other code or content: code.loss()"
 
 
 def test_both_without_determinism(base: Path, twin: Path, tmp_path: Path) -> None:
@@ -597,6 +650,7 @@ def test_the_sign_of_zero_is_a_difference(tmp_path: Path) -> None:
     [
         (np.float32([1, 2, 3]), np.float32([1, 2, 3.5]), 0.5, 2.0**21, 1),
         (np.float32([1, 1]), np.nextafter(np.float32([1, 1]), np.float32(2)), 2.0**-23, 1, 2),
+        (np.float32([1]), np.nextafter(np.float32([1]), np.float32(0)), 2.0**-24, 0.5, 1),
         (np.float64([1, -1]), np.nextafter([1.0, -1], [2, -1]), 2.0**-52, 1, 1),
         (np.float32([1e-45]), np.float32([-1e-45]), 2.0**-148, 2, 1),
         (np.float16([1]), np.float16([2]), 1.0, 512, 1),
@@ -606,12 +660,13 @@ def test_the_sign_of_zero_is_a_difference(tmp_path: Path) -> None:
         (np.array([True, False]), np.array([True, True]), 1.0, None, 1),
         (np.array(3, np.int64), np.array(5, np.int64), 2.0, None, 1),
     ],
-    ids=["float32", "one ulp", "float64", "tiny", "float16", "overflow", "inf", "int64", "bool", "scalar"],
+    ids=["float32", "one ulp", "half", "float64", "tiny", "float16", "overflow", "inf", "int64", "bool", "scalar"],
 )
 def test_the_largest_difference(tmp_path: Path, a: Any, b: Any, largest: float, ulp: Any, elements: int) -> None:
     [tensor] = compare(*pair(tmp_path, {"model:w": a}, {"model:w": b})).tensors
     assert (tensor.largest, tensor.ulp, tensor.elements, tensor.size) == (largest, ulp, elements, a.size)
-    to_json(compare(tmp_path / "a", tmp_path / "b"))
+    told = json.loads(to_json(compare(tmp_path / "a", tmp_path / "b")))["tensors"][0]
+    assert (told["largest"], told["ulp"]) == ("inf" if largest == np.inf else largest, ulp)
 
 
 def test_shape_type_and_presence(tmp_path: Path) -> None:
@@ -625,7 +680,20 @@ def test_shape_type_and_presence(tmp_path: Path) -> None:
         ("c", "only in A"),
         ("d", "only in B"),
     ]
-    assert found.verdict == "they differ after 7 steps, in 4 tensors"
+    assert {(t.largest, t.ulp, t.elements, t.size) for t in found.tensors} == {(None, None, 0, 0)}
+    assert describe(found).splitlines() == [
+        "they differ after 7 steps, in 4 tensors",
+        f"cause: {NEVER}",
+        "",
+        "tensor  after steps  largest difference                     in ulp  elements",
+        "a       7            float32 [4] in A, float32 [2, 2] in B",
+        "b       7            float32 [4] in A, float64 [4] in B",
+        "c       7            only in A",
+        "d       7            only in B",
+    ]
+    assert json.loads(to_json(found))["tensors"][3] == {
+        "name": "d", "step": 7, "largest": None, "ulp": None, "elements": 0, "size": 0, "note": "only in B",
+    }  # fmt: skip
 
 
 def test_tensors_come_in_the_order_in_which_they_begin_to_differ(base: Path, twin: Path, tmp_path: Path) -> None:
@@ -670,6 +738,19 @@ def test_a_long_list_of_tensors_is_cut(tmp_path: Path) -> None:
     assert lines[0] == "they differ after 7 steps, in 1,030 tensors"
     assert [line.split()[0] for line in lines[4:-1]] == [f"w{i:04}" for i in range(20)]
     assert lines[-1] == "and 1,010 more"
+    found.tensors = found.tensors[:20]
+    assert describe(found).splitlines() == lines[:-1]
+
+
+def test_as_json(tmp_path: Path) -> None:
+    nothing = {
+        "same": False, "verdict": "", "kind": None, "first_step": None, "shards": None, "steps": 0, "lengths": (0, 0),
+        "cause": None, "notes": [], "recipe": [], "tensors": [],
+    }  # fmt: skip
+    assert asdict(Difference()) == nothing
+    assert to_json(Difference()) == json.dumps(nothing, indent=2)
+    with pytest.raises(ValueError, match="JSON"):  # it has no NaN
+        to_json(Difference(recipe=[("rate", float("nan"), 0.1)]))
 
 
 def test_a_tensor_that_differs_though_the_log_does_not(base: Path, twin: Path) -> None:
@@ -708,6 +789,19 @@ def test_a_checkpoint_against_a_run(base: Path, tmp_path: Path) -> None:
         f"nothing can be compared: {other} has weights after steps 6; {third} has weights after steps 3"
     )
     assert compare(checkpoint.path_of(base, 6), other).kind == "tensors"  # its last weights
+
+
+def test_checkpoints_without_a_log(base: Path, twin: Path) -> None:
+    (twin / "events.jsonl").write_text("")
+    assert describe(compare(base, twin)) == "the same: all tensors after 6 steps"
+
+
+def test_of_a_checkpoint_against_final_weights_the_weights_alone_are_compared(base: Path, twin: Path) -> None:
+    shutil.rmtree(twin / "checkpoints")
+    sixth = checkpoint.read(checkpoint.path_of(base, 6)).tensors
+    more = {"average:dense1.bias": np.zeros(4), "optimizer:m:dense1.bias": np.zeros(4), "log:more": np.zeros(1)}
+    other = save(twin.parent / "other", 6, {**sixth, **more})
+    assert [t.name for t in compare(twin, other).tensors] == []
 
 
 def test_checkpoints_of_different_steps(base: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import inspect
+import io
 import json
 import re
 import subprocess
@@ -15,17 +16,19 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import typer
 from patience import be_patient
+from rich.console import Console
 
 import samestep as ss
 from samestep.backends import find
 from samestep.d2l import fashion
-from samestep.processes.place import OVERRIDES
+from samestep.processes.place import MEET, OVERRIDES
 from samestep.runs import verify
 from samestep.screen import cli
 
@@ -149,10 +152,39 @@ def test_train_takes_every_setting(samestep: Samestep) -> None:
     assert done.status == 0
 
 
+@pytest.fixture
+def caught(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The Trainer and the optimizer that `train` makes; its fit gives a run of three epochs, made up."""
+    seen: list[Any] = []
+
+    def fit(self: ss.Trainer, *given: object) -> object:
+        seen.append(self)
+        history = [{"test_accuracy": 0.25 * i, "seconds": 1.25 * i} for i in (1, 2, 3)]
+        return SimpleNamespace(rank=0, history=history, devices=["cpu", "gpu"], fingerprint="ab", folder=self.run_dir)
+
+    monkeypatch.setattr(ss.Trainer, "fit", fit)
+    return seen
+
+
+def test_train_says_how_the_last_epoch_was_and_how_long_one_took(samestep: Samestep, caught: list[Any]) -> None:
+    text = "test accuracy 0.7500, 2.50 s/epoch, on cpu, gpu\nfingerprint ab\n"
+    assert samestep("train", "--run-dir", "none") == Done(0, text, "")
+    assert samestep("train", "--run-dir", "run") == Done(0, text + "run folder run\n", "")
+
+
+def test_the_settings_of_the_built_in_job(samestep: Samestep, caught: list[Any]) -> None:
+    samestep("train", "--run-dir", "none")
+    samestep("train", "--run-dir", "none", "--schedule", "cosine(0.3, 10)", "--quiet", "--epochs", 3)
+    about = [(made.max_epochs, str(made.schedule), made.progress) for made in caught]
+    assert about == [(10, "constant(0.2)", True), (3, "cosine(0.3, 10)", False)]
+    assert str(caught[0].optimizer) == "SGD(momentum=0.0, nesterov=False, weight_decay=0.0)"
+
+
 # Bad input
 
 
 BAD = {
+    "--lr 0.1 --schedule constant(1)": "choose one of --lr and --schedule",
     "--epochs 0": "at least 1, got max_epochs=0",
     "--batch-size 0": "batch_size must be at least 1, got batch_size=0",
     "--shards 0": "shards must be at least 1, got shards=0",
@@ -293,8 +325,8 @@ def test_export(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
     assert samestep("export", first, "w.safetensors") == Done(0, "w.safetensors: the weights after step 4\n", "")
     assert weights_in("w.safetensors") == fingerprint(samestep("train", *QUICK, "--run-dir", "none", "-q"))
     best = min(run.history, key=lambda row: row["test_loss"])["step"]
-    done = samestep("export", "run", "best.safetensors", "--best")
-    assert done == Done(0, f"best.safetensors: the weights after step {best}\n", "")
+    done = samestep("export", "run", "[b].safetensors", "--best")
+    assert done == Done(0, f"[b].safetensors: the weights after step {best}\n", "")
 
 
 def weights_in(path: str) -> str:
@@ -446,6 +478,54 @@ def test_a_script_imports_from_its_own_folder(samestep: Samestep, script: Callab
     assert (done.status, done.out) == (0, "42\n")
 
 
+def test_the_folder_of_a_script_is_looked_in_first(samestep: Samestep, script: Callable[..., Path]) -> None:
+    assert samestep("train", script(text="import sys\nprint(sys.path[0])")).out == f"{script().parent}\n"
+
+
+SHOWS = "import os\nprint(os.environ['SAMESTEP_OVERRIDES'])"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("", {}),
+        ("--schedule constant(1) --quiet", {"schedule": "constant(1)", "progress": False}),
+        ("--lr 0.5 --clip 2 --seed 0", {"schedule": 0.5, "gradient_clip_val": 2.0, "seed": 0}),
+        ("--resume never --run-dir none", {"resume": False, "run_dir": None}),
+        ("--resume auto --run-dir a", {"resume": "auto", "run_dir": "a"}),
+        ("--resume next --run-dir old", {"resume": "next", "run_dir": "old"}),
+        ("--portable --accept code", {"portable": True, "accept": "code"}),
+        ("--deterministic --checkpoint-every 3", {"deterministic": True, "checkpoint_every": "3"}),
+    ],
+)
+def test_a_script_gets_the_settings_that_were_given(
+    given: str, told: object, samestep: Samestep, script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others, which would go before its own."""
+    switched: list[bool] = []
+    monkeypatch.setattr(cli.switch, "set_up", lambda: switched.append(True))
+    assert json.loads(samestep("train", script(text=SHOWS), *given.split()).out) == told
+    assert switched == [True] * ("--portable" in given)
+
+
+def test_several_processes_are_started_once(
+    samestep: Samestep, script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for one process, and not again in each of them."""
+    started: list[Any] = []
+    monkeypatch.setattr(cli, "launch", lambda *given: started.append(given) or 7)
+    monkeypatch.delenv(MEET, raising=False)
+    shows = script(text=SHOWS)
+    assert samestep("train", shows, "--processes", 1) == Done(0, "{}\n", "")
+    assert started == []
+    for count in (2, 3):
+        assert samestep("train", shows, "--processes", count) == Done(7, "", "")
+        command = [sys.executable, "-m", "samestep", "train", str(shows), "--processes", str(count)]
+        assert started.pop() == (command, count, cli.engine_for(shows, None))
+    monkeypatch.setenv(MEET, "file:///there")
+    assert samestep("train", shows, "--processes", 2) == Done(0, "{}\n", "")
+
+
 def test_a_script_ends_with_its_own_status(samestep: Samestep, script: Callable[..., Path]) -> None:
     assert samestep("train", script(text="raise SystemExit(3)")).status == 3
 
@@ -486,6 +566,85 @@ def test_verify_refuses_a_framework_for_a_script_and_one_that_it_does_not_know(s
     assert re.fullmatch("samestep: no backend 'caffe': samestep has torch, .*\n", done.err)
 
 
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `verify` is asked for; it tells of a run that is the same, unless the seed is 1."""
+    asked: list[Any] = []
+
+    def pretend(
+        job: verify.Job, *counts: list[int], tell: Callable[[verify.Report], None], **given: Any
+    ) -> verify.Report:
+        asked.append((job, *counts, given))
+        row = verify.Row(
+            "1 device", verdict=["same", "FAILED"][given["seed"]], steps=3, fingerprint="ab" * 32, message="[no]"
+        )
+        report = verify.Report("[b]my.py[/b]", 0, [row])
+        tell(report)
+        return report
+
+    monkeypatch.setattr(verify, "verify", pretend)
+    return asked
+
+
+def test_verify_hands_on_what_was_given(
+    samestep: Samestep, verified: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switched: list[bool] = []
+    monkeypatch.setattr(cli.switch, "set_up", lambda: switched.append(True))
+    Path("my.py").write_text("")
+    done = samestep("verify", "my.py", "--devices", "2,1", "--processes", "3", "--", "-x", "7")
+    assert (done.status, done.err, switched) == (0, "", [])
+    assert done.out.splitlines()[-1] == f"the same in 1 way: 3 steps, fingerprint {'ab' * 32}"
+    samestep(
+        "verify", "my.py", "--epochs", 2, "--portable", "--all", "--kill", 0, "--resume-on", "same", "--keep", "kept"
+    )
+    samestep("verify", "--backend", "torch")
+    usual = {"every": False, "kill": 3, "resume_on": "random", "seed": 0, "keep": None}
+    other = {"every": True, "kill": 0, "resume_on": "same", "seed": 0, "keep": Path("kept")}
+    counts = [1, 2, 3, 8], [1, 2, 3]
+    assert verified == [
+        (verify.Job(Path("my.py"), ["-x", "7"]), [1, 2], [3], usual),
+        (verify.Job(Path("my.py"), [], 2), *counts, other),
+        (verify.Job(None, [], 1, "torch"), *counts, usual),
+    ]
+    assert switched == [True]
+
+
+def test_verify_ends_with_status_1_where_something_differs(samestep: Samestep, verified: list[Any]) -> None:
+    done = samestep("verify", "--seed", 1)
+    assert (done.status, done.out.splitlines()[2:]) == (1, ["[b]my.py[/b] failed on 1 device:", "[no]"])
+    done = samestep("verify", "--seed", 1, "--json")
+    assert (done.status, json.loads(done.out)["same"]) == (1, False)
+    assert samestep("verify", "--json").status == 0
+
+
+@pytest.mark.parametrize(("terminal", "options"), [(True, []), (True, ["--json"]), (False, []), (False, ["--json"])])
+def test_verify_shows_its_progress_on_a_terminal(
+    terminal: bool, options: list[str], samestep: Samestep, verified: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that is gone at the end."""
+    done: list[Any] = []
+
+    class Live:
+        def __init__(self, **given: object) -> None:
+            done.append(given)
+
+        def __enter__(self) -> None:
+            done.append("shown")
+
+        def __exit__(self, *_: object) -> None:
+            done.append("gone")
+
+        def update(self, table: Any) -> None:
+            done.append(len(table.rows))
+
+    monkeypatch.setattr("rich.live.Live", Live)
+    monkeypatch.setattr(cli, "out", Console(force_terminal=terminal, file=io.StringIO()))
+    samestep("verify", *options)
+    given = {"console": cli.out, "refresh_per_second": 4, "transient": True}
+    assert done == ([given, "shown", 1, "gone"] if terminal and not options else [given, 1])
+
+
 def test_verify_runs_the_built_in_job_with_the_framework() -> None:
     job = verify.Job(epochs=1, backend="jax")
     assert job.command(verify.Way(2), Path("folder"))[3:] == [
@@ -515,6 +674,42 @@ def test_devices(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line[0] for line in lines[-5:]] == ["torch", "jax", "tensorflow", "paddle", "mxnet"]
     assert lines[-3:] == [[name, "not", "installed"] for name in ("tensorflow", "paddle", "mxnet")]
     assert written() == []
+
+
+def test_devices_to_the_letter(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"cpu": (7 << 30, 3 << 29), "cuda:0": (141 << 30, 0)}
+    backend = SimpleNamespace(devices=lambda: list(memory), memory=memory.get)
+    monkeypatch.setattr(find, "default", lambda: backend)
+    monkeypatch.setattr(find, "installed", {"torch": "2.0", "jax": "0.4"}.get)
+    monkeypatch.setattr(cli, "_ask", {"torch": "cpu, cuda:0", "jax": "cannot be loaded: [b]no[/b]"}.get)
+    done = samestep("devices")
+    assert (done.status, done.err) == (0, "")
+    assert [line.rstrip() for line in done.out.splitlines()] == [
+        "device  memory     used",
+        "cpu     7.0 GiB    1.5 GiB",
+        "cuda:0  141.0 GiB  0.0 GiB",
+        "",
+        "framework   version         devices",
+        "torch       2.0             cpu, cuda:0",
+        "jax         0.4             cannot be loaded: [b]no[/b]",
+        "tensorflow  not installed",
+        "paddle      not installed",
+        "mxnet       not installed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "out", "err", "told"),
+    [
+        (0, "a greeting\ncpu, cuda:0\n", "a warning\n", "cpu, cuda:0"),
+        (1, "a greeting\n", "Traceback\nImportError: no\n", "cannot be loaded: ImportError: no"),
+        (-11, "", "", "cannot be loaded: status -11"),
+    ],
+)
+def test_what_a_framework_says(status: int, out: str, err: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = SimpleNamespace(returncode=status, stdout=out, stderr=err)
+    monkeypatch.setattr(subprocess, "run", lambda command, **given: done)
+    assert cli._ask("torch") == told
 
 
 @pytest.fixture
@@ -555,6 +750,18 @@ def test_data_shows_whole_paths(samestep: Samestep, small: dict[str, Path]) -> N
     assert all(any(line.rstrip().endswith(str(path)) for line in lines) for path in small.values())
 
 
+def test_data_to_the_letter(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        fashion.FileStatus("one", Path("/the/[b]/one"), "ok", 1234567),
+        fashion.FileStatus("two", None, "missing", 0),
+    ]
+    monkeypatch.setattr(fashion, "status", lambda: files)
+    assert samestep("data").out.splitlines() == [
+        "one                         ok        1,234,567 bytes  /the/[b]/one",
+        "two                         missing                 -  -",
+    ]
+
+
 def test_data_in_a_folder_of_ones_own(
     samestep: Samestep, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -576,7 +783,8 @@ def test_data_that_is_damaged(samestep: Samestep, small: dict[str, Path]) -> Non
 
 
 def test_version(samestep: Samestep) -> None:
-    assert samestep("--version") == Done(0, f"samestep {ss.__version__}\n", "")
+    for more in ([], ["--help"], ["train"]):
+        assert samestep("--version", *more) == Done(0, f"samestep {ss.__version__}\n", "")
 
 
 OPTIONS = {
@@ -606,6 +814,7 @@ def test_help(command: tuple[str, ...], samestep: Samestep) -> None:
     assert re.match(rf"Usage: .*{' '.join(['samestep', *command])} \[OPTIONS\]", done.out)
     words = set(re.findall(r"[\w-]+", done.out))
     assert words >= {"--help", *OPTIONS[command]}
+    assert "--install-completion" not in words
 
 
 def test_every_option_has_a_line_of_help() -> None:
@@ -620,6 +829,12 @@ def test_every_option_has_a_line_of_help() -> None:
             assert {*option.opts} & {"script", "expressions", "a", "b", "source", "target", *OPTIONS[name,]}, (
                 f"{name} {option.name} is not in OPTIONS"
             )
+
+
+def test_what_is_printed_is_plain() -> None:
+    """Errors that nobody expected are Python's own, and numbers have no colours."""
+    assert not cli.app.pretty_exceptions_enable
+    assert cli.out.render_str("7 steps, 0.5 s").spans == []
 
 
 def test_no_command_shows_help(samestep: Samestep) -> None:
@@ -661,5 +876,8 @@ def test_the_defaults_of_all_commands() -> None:
         "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {},
         "verify": {"devices": "1,2,3,8", "processes": "1,2,3", "kill": 3, "resume_on": "random"},
     }  # fmt: skip
-    for name in ("kill", "resume_on", "seed"):
-        assert given["verify"][name] == inspect.signature(verify.verify).parameters[name].default
+    usual = {name: one.default for name, one in inspect.signature(verify.verify).parameters.items()}
+    for name in ("kill", "resume_on", "seed", "every", "keep"):
+        assert given["verify"][name] == usual[name]
+    for name in ("devices", "processes"):
+        assert given["verify"][name] == ",".join(map(str, usual[name]))

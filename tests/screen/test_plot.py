@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from samestep.schedules.text import parse
 from samestep.screen import cli, plot
@@ -53,6 +54,21 @@ def test_epochs(samestep):
     )
     assert told["unit"] == "steps"
     assert told["schedules"][0]["values"] == [1.0, 1.0, 1.0, 0.75, 0.75, 0.75, 0.5]
+
+
+def test_how_many_are_shown(samestep):
+    assert len(json.loads(samestep("constant(1)", "--json")[1])["schedules"][0]["values"]) == 101
+    assert samestep("poly(1, 4)", "--steps", 3, "--csv")[1] == 't,"poly(1.0, 4)"\n0,1.0\n1,0.75\n2,0.5\n3,0.25\n'
+    told = json.loads(samestep("poly(1, 4).in_epochs()", "--epochs", 1, "--steps-per-epoch", 1, "--json")[1])
+    assert (told["unit"], told["schedules"][0]["values"]) == ("steps", [1.0, 0.75])
+    assert json.loads(samestep("constant(1)", "--steps", 1, "--json")[1])["schedules"][0]["values"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("room", "width"), [(90, 90), (110, 110), (200, 110)])
+def test_a_plot_takes_the_room_that_there_is_up_to_110_columns(samestep, monkeypatch, room, width):
+    monkeypatch.setattr(cli, "out", Console(width=room, file=io.StringIO()))
+    samestep("constant(1)")
+    assert len(cli.out.file.getvalue().splitlines()[0]) == width
 
 
 def test_a_small_plot_to_the_letter():
@@ -129,6 +145,13 @@ def test_figures(samestep, tmp_path):
         (["constant(1)", "--json", "--csv"], "choose one of --json and --csv"),
         (["constant(1)", "--steps", "3", "--epochs", "3"], "choose one of --steps and --epochs"),
         (["constant(1)", "--png", "a.jpg"], "--png needs a file that ends in .png, got a.jpg"),
+        (["constant(1)", "--png", "a.svg"], "--png needs a file that ends in .png, got a.svg"),
+        (["constant(1)", "--svg", "a.png"], "--svg needs a file that ends in .svg, got a.png"),
+        (["constant(1)", "--epochs", "0", "--steps-per-epoch", "1"], "--epochs must be at least 1, got --epochs=0"),
+        (
+            ["constant(1)", "--steps-per-epoch", "0"],
+            "--steps-per-epoch must be at least 1, got --steps-per-epoch=0",
+        ),
         (["constant(1)", "--png", "no/a.png"], "no/a.png cannot be written to: No such file or directory"),
     ],
 )

@@ -627,6 +627,14 @@ def test_what_verify_asks_for() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+def test_what_verify_asks_for_if_nothing_is_said() -> None:
+    assert module.verify(Job()).seed == 0
+    drawn = [Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2), Way(1, 3)], 4, 9, "random"
+    others = [Way(2), Way(3), Way(8), Way(1, 2), Way(1, 3), Way(2, 2)]
+    assert LAST[0].asked == [True, Way(1), *others, *((number, *drawn) for number in (1, 2, 3))]
+
+
+@pytest.mark.usefixtures("pretended")
 def test_a_resume_on_more_devices_than_shards_is_refused() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Invalid, match=r"^--resume-on 5 needs at least 5 shards, got shards=4$"):

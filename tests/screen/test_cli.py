@@ -677,7 +677,7 @@ def test_devices(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices_to_the_letter(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = {"cpu": (7 << 30, 3 << 29), "cuda:0": (141 << 30, 0)}
+    memory = {"cpu": (15 << 29, 3 << 29), "cuda:0": (141 << 30, 0)}
     backend = SimpleNamespace(devices=lambda: list(memory), memory=memory.get)
     monkeypatch.setattr(find, "default", lambda: backend)
     monkeypatch.setattr(find, "installed", {"torch": "2.0", "jax": "0.4"}.get)
@@ -686,7 +686,7 @@ def test_devices_to_the_letter(samestep: Samestep, monkeypatch: pytest.MonkeyPat
     assert (done.status, done.err) == (0, "")
     assert [line.rstrip() for line in done.out.splitlines()] == [
         "device  memory     used",
-        "cpu     7.0 GiB    1.5 GiB",
+        "cpu     7.5 GiB    1.5 GiB",
         "cuda:0  141.0 GiB  0.0 GiB",
         "",
         "framework   version         devices",
@@ -831,8 +831,9 @@ def test_every_option_has_a_line_of_help() -> None:
             )
 
 
-def test_what_is_printed_is_plain() -> None:
+def test_what_is_printed_is_plain(samestep: Samestep) -> None:
     """Errors that nobody expected are Python's own, and numbers have no colours."""
+    assert samestep("--version").status == 0
     assert not cli.app.pretty_exceptions_enable
     assert cli.out.render_str("7 steps, 0.5 s").spans == []
 

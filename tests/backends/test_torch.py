@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ from samestep import draws
 from samestep.backends.find import load
 from samestep.backends.torch import recorder
 from samestep.backends.torch.recorder import Recorder, keeps_state
+from samestep.backends.torch.scheduler import read_all
 from samestep.backends.torch.updater import TorchUpdater, _copied
 from samestep.devices import Device
 from samestep.errors import Invalid, OutOfMemory, WrongType
@@ -260,6 +262,65 @@ def test_a_scheduler_of_an_optimizer_that_does_not_train():
     trainer(optimizer=ss.sgd(momentum=0.9), schedule=plain(make(net().parameters()))).fit(net(), numbers())
 
 
+def groups_of_sgd(parameters, count, **settings):
+    parameters = list(parameters)
+    groups = [{"params": [p]} for p in parameters[: count - 1]] + [{"params": parameters[count - 1 :]}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, **settings)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (3, 3)])
+def test_a_scheduler_is_followed_by_an_optimizer_with_as_many_groups(theirs, ours):
+    replica = load("torch").replica(net(), None, Device("cpu", 0), 2)
+    updater = TorchUpdater(functools.partial(groups_of_sgd, count=ours), replica, 0.0)
+    scheduler = lr_scheduler.OneCycleLR(groups_of_sgd(net().parameters(), theirs), 0.3, 8)
+    if theirs == ours:
+        rates, moved = updater.read(scheduler, 3)
+        assert (len(rates), [len(groups) for groups in moved]) == (3, [ours] * 3)
+        assert all(group.keys() == {"momentum"} for groups in moved for group in groups)
+    else:
+        with pytest.raises(
+            Invalid, match=r"^OneCycleLR moves momentum of another optimizer .* trains \(SGD\), which has"
+        ):
+            updater.read(scheduler, 3)
+
+
+def test_an_optimizer_is_told_with_a_short_hash_of_its_past():
+    model = nn.Sequential(nn.Linear(12, 3), nn.BatchNorm1d(3))
+    replica, optimizer = (
+        load("torch").replica(model, None, Device("cpu", 0), 2),
+        torch.optim.SGD(model.parameters(), lr=0.5),
+    )
+    about = str([{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}])
+    updater = TorchUpdater(optimizer, replica, 0.0)
+    assert repr(updater) == f"torch.optim.SGD({about})"
+    updater.apply(torch.ones_like(replica.parameters), 0.25, 0)
+    for name, weights in model.named_parameters():
+        assert replica.tensors()[name].tolist() == (weights.detach() - 0.25).tolist()
+    optimizer.state[model[0].bias]["momentum_buffer"] = torch.ones(3)
+    past = repr(TorchUpdater(optimizer, replica, 0.0)).removeprefix(f"torch.optim.SGD({about}")
+    assert re.fullmatch(r", state=[0-9a-f]{16}\)", past)
+
+
+class Late(lr_scheduler.LambdaLR):
+    """Sets what the optimizer does not have from the second update on, and something else as it is."""
+
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["momentum"] = float(str(group["momentum"]))  # the same number, another object
+            if self.last_epoch >= 2:
+                group["late"] = 3
+        return super().get_lr()
+
+
+def test_what_a_scheduler_moves_is_what_is_not_always_the_same():
+    def scheduler():
+        return Late(groups_of_sgd(net().parameters(), 2), lambda t: 1.0)
+
+    assert read_all(scheduler(), 1) == ([0.1], [])
+    assert read_all(scheduler(), 2) == ([0.1, 0.1], [])
+    assert read_all(scheduler(), 4) == ([0.1] * 4, [[{}, {}]] * 2 + [[{"late": 3}] * 2] * 2)
+
+
 def test_a_scheduler_that_ends_too_soon():
     optimizer = torch.optim.SGD(net().parameters())
     with pytest.raises(Invalid, match="^OneCycleLR ends before 8 updates: Tried to step 7 times"):
@@ -414,6 +475,10 @@ DIFFERENT = (
     "the optimizer has groups with different rates (0.1, 0.2), and the Trainer sets one rate for all: "
     "give every group the same"
 )
+HOOKS = (
+    "the optimizer has hooks, which a replica's copy of it would not have: pass a function that makes the optimizer from "
+    "parameters and adds them"
+)
 FOREIGN = "the optimizer has parameters that are not parameters of the model to be trained"
 
 
@@ -448,8 +513,9 @@ def test_factories_that_cannot_be_used(optimizer, kind, message, schedule, tmp_p
 def test_optimizers_that_cannot_be_used(schedule):
     model = net()
     mine = list(model.parameters())
-    hooked = torch.optim.SGD(mine)
+    hooked, hooked_before = torch.optim.SGD(mine), torch.optim.SGD(mine)
     hooked.register_step_post_hook(lambda *_: None)
+    hooked_before.register_step_pre_hook(lambda *_: None)
     for optimizer, kind, message in (
         (torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
         (torch.optim.SGD([*mine, nn.Parameter(torch.zeros(1))]), Invalid, FOREIGN),
@@ -458,8 +524,7 @@ def test_optimizers_that_cannot_be_used(schedule):
          "which a fit does not: use another"),
         (torch.optim.lr_scheduler.StepLR(torch.optim.SGD(mine), 2), WrongType,
          "optimizer must be a torch.optim.Optimizer, or a function that makes one from parameters, got StepLR"),
-        (hooked, Invalid, "the optimizer has hooks, which a replica's copy of it would not have: pass a function that "
-         "makes the optimizer from parameters and adds them"),
+        (hooked, Invalid, HOOKS), (hooked_before, Invalid, HOOKS),
     ):  # fmt: skip
         with pytest.raises(kind) as caught:
             trainer(optimizer=optimizer, schedule=schedule).fit(model, numbers())
@@ -473,6 +538,12 @@ def test_the_state_of_an_optimizer_goes_where_the_weights_are():
     elsewhere = {id(p): nn.Parameter(p.detach().to("meta")) for p in model.parameters()}
     slots = _copied(torch.optim.Adagrad(model.parameters()), elsewhere).state.values()
     assert [(str(s["sum"].device), str(s["step"].device)) for s in slots] == [("meta", "cpu")] * len(elsewhere)
+    adam = torch.optim.Adam(model.parameters())
+    names = ["exp_avg", "".join(["st", "ep"]), "zeta"]  # of a file, as it may be, not the same object as "step"
+    adam.state[model[0].weight] = {name: torch.ones(()) for name in names} | {"own": 3}
+    (found,) = _copied(adam, elsewhere).state.values()
+    assert [str(found[name].device) for name in names] == ["meta", "cpu", "meta"]
+    assert found["own"] == 3
 
 
 class Around(torch.optim.Optimizer):
@@ -486,8 +557,12 @@ class Around(torch.optim.Optimizer):
 @pytest.mark.parametrize("own", [{}, {"state": {"count": 3, "all": {"slow": torch.ones(2)}}}])
 def test_any_state_of_an_optimizer_is_copied(own):
     mine = list(net().parameters())
-    twin = _copied(Around(torch.optim.Adagrad(mine), **own), {id(p): p for p in mine})
-    assert twin.inner is not None
+    given = Around(torch.optim.Adagrad(mine), tail=3, **own)
+    given.step = print  # as of a scheduler, which counts
+    given.inner.outer = given
+    twin = _copied(given, {id(p): p for p in mine})
+    assert (twin.tail, twin.inner.outer, "step" in vars(twin)) == (3, twin, False)
+    assert twin.inner is not given.inner
     assert repr(vars(twin).get("state")) == repr(own.get("state"))
 
 
@@ -592,6 +667,8 @@ def test_roots_of_portable_runs_are_exact_and_only_there() -> None:
         assert torch.equal(gradient, 1 / (2 * y.detach().sqrt()))
         assert torch.isnan(torch.sqrt(torch.tensor([-1.0]))).all()
         assert torch.equal(torch.tensor([2.0, 3.0]) ** 2, torch.tensor([4.0, 9.0]))
+        assert (torch.tensor([4.0, 16.0]) ** -1).tolist() == [0.25, 0.0625]
+        assert torch.tensor([4.0, 16.0]).pow_(-2).tolist() == [1 / 16, 1 / 256]
         assert torch.sqrt(torch.tensor([4, 9])).tolist() == [2.0, 3.0]
         assert torch.sqrt(torch.tensor([4.0], dtype=torch.bfloat16)).tolist() == [2.0]
     assert torch.equal(torch.sqrt(x), before)
@@ -626,6 +703,68 @@ def test_products_of_portable_runs_are_those_of_onednn_and_only_there(monkeypatc
             torch.ones(2, 3) @ torch.ones(2, 3)
     assert torch.equal(torch.addmm(bias, a, b), usual)
     assert len(calls) == 7
+
+
+def test_which_products_are_onednns() -> None:
+    from samestep.backends.torch.kernels import _is_ours
+
+    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+    assert _is_ours(ones(1, 1), ones(1, 1))
+    assert _is_ours(ones(2, 3), ones(3, 4))
+    for a, b in (
+        (ones(2, 3, dtype=torch.float64), ones(3, 4)), (ones(2, 3), ones(3, 4, dtype=torch.float64)),
+        (ones(2, 3, dtype=torch.float64), ones(3, 4, dtype=torch.float64)),
+        (ones(2, 3), ones(2, 3)), (ones(2, 3), ones(4, 2)), (ones(3, 2), ones(3, 2)), (ones(2, 0), ones(0, 3)),
+        (ones(0, 2), ones(2, 3)), (ones(2, 2), ones(2, 0)),
+    ):  # fmt: skip
+        assert not _is_ours(a, b)
+
+
+@pytest.mark.parametrize(
+    ("bias", "scales", "ours"),
+    [
+        ((4,), {}, True), ((4,), {"beta": 2}, False), ((4,), {"alpha": 2}, False), ((4,), {"beta": 2, "alpha": 2}, False),
+        ((4,), {"beta": 0, "alpha": 0}, False), ((4,), {"beta": 0}, False), ((4,), {"alpha": 0}, False),
+        ((1,), {}, False), ((), {}, False), ((2, 4), {}, False), ((6, 4), {}, False), ((6, 1), {}, False),
+    ],
+)  # fmt: skip
+def test_a_bias_is_added_by_onednn_if_it_is_plain(
+    bias: Any, scales: Any, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from samestep.backends.torch import kernels
+
+    calls, product = [], kernels._product
+    monkeypatch.setattr(kernels, "_product", lambda *given: calls.append(given) or product(*given))
+    rows = bias[0] if len(bias) == 2 else 2
+    added, a, b = torch.arange(float(np.prod(bias))).reshape(bias), torch.ones(rows, 3), torch.full((3, 4), 2.0)
+    with kernels.of_every_cpu():
+        found = torch.addmm(added, a, b, **scales)
+        assert len(calls) == ours
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.addmm(added.double(), a, b)
+        with pytest.raises(RuntimeError):
+            torch.addmm(added, a, b[:2])
+        assert torch.addmm(added.double(), a.double(), b.double(), **scales).dtype == torch.float64
+    assert len(calls) == ours
+    expected = scales.get("beta", 1) * added.numpy() + scales.get("alpha", 1) * (a.numpy() @ b.numpy())
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_matrix_that_lies_one_way_or_the_other_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from samestep.backends.torch.kernels import _product
+
+    given: list[Any] = []
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *about: given.append(about))
+    a, b, wide = torch.ones(2, 3), torch.ones(3, 4), torch.ones(6, 8)
+    _product(a, b)
+    _product(torch.ones(3, 2).t(), torch.ones(4, 3).t(), torch.ones(4))
+    assert [x.is_contiguous() for about in given for x in about[:2]] == [True, False, False, True]
+    assert [about[2] is None for about in given] == [True, False]
+    given.clear()
+    _product(wide[::3, :3], wide[::2, ::2])
+    assert [x.is_contiguous() for x in given[0][:2]] == [True, True]
 
 
 def test_a_compiled_model_is_not_portable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -763,6 +902,20 @@ def test_a_model_that_cannot_be_recorded_is_computed_without(
     full = failing(torch.OutOfMemoryError("no memory"), monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         full.find(*given)
+
+
+def test_recordings_share_their_memory(restored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes after some computations that are not recorded."""
+    (compute, done), pools, y = counted(), itertools.count(), torch.zeros(1)
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: f"pool {next(pools)}")
+    monkeypatch.setattr(recorder, "Recorded", lambda *about: made.append(about) or (lambda x, y: about[0](x, y)))
+    recording = Recorder(wanted=True)
+    for n in (2, 3):
+        assert recording.find(compute, torch.ones(n), y, lambda: None) is not None
+    assert [about[3] for about in made] == ["pool 0"] * 2
+    assert done == ["computed 2"] * (recorder.WARM_UP + 2) + ["computed 3"] * (recorder.WARM_UP + 2)
+    assert recording.wanted
 
 
 def test_a_model_that_draws_on_the_host_is_not_recorded(restored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_buffer_may_be_written_while_autograd_keeps_another(which: str, monkey
     assert one.fingerprint == three.fingerprint
     assert bool(one.weights()["mean"].any()) == (which == "mean")
     # As views of one vector they had one version in common.
-    monkeypatch.setattr(Flat, "twin", lambda self: Flat(self.layout, self.vector.clone()))
+    monkeypatch.setattr(Flat, "twin", lambda self: Flat(self.layout, self.vector.clone(), False))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         trainer(shards=4).fit(Kept(which), data)
 

@@ -39,13 +39,13 @@ class TorchLayout(Layout):
 
     def flatten(self, i: int, tensor: Tensor) -> Tensor:
         """Tensor i as its part of the vector."""
-        return dense(tensor).permute(self.orders[i]).reshape(-1)
+        return tensor.to_dense().permute(self.orders[i]).reshape(-1)  # that of a sparse embedding is sparse
 
 
 class Flat:
     """A vector of tensors, and views of each."""
 
-    def __init__(self, layout: TorchLayout, vector: Tensor, pairs: bool = False) -> None:
+    def __init__(self, layout: TorchLayout, vector: Tensor, pairs: bool) -> None:
         """`pairs`: the tensors are complex, and lie in the vector as pairs of real numbers."""
         self.layout, self.vector, self.pairs = layout, vector, pairs
         views: list[Tensor] = layout.cut(vector)
@@ -93,8 +93,3 @@ def from_host(array: Numbers, like: Tensor) -> Tensor:
     """The inverse of `on_host`: a new tensor of the type and on the device of another."""
     tensor = torch.from_numpy(np.array(array)).to(like.device)
     return torch.view_as_complex(tensor) if like.is_complex() else tensor.to(like.dtype)
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """A gradient as a plain tensor. That of a sparse embedding is sparse."""
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()

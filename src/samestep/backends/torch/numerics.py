@@ -42,9 +42,9 @@ def found(devices: Sequence[Device], travels: bool) -> dict[str, Any]:
 
 def settings(gpu: bool) -> dict[str, Any]:
     """Settings of the user's that change numbers. A run does not touch them: it may be about them."""
-    einsum, small = torch.backends.opt_einsum, torch.tensor([1e-39])
+    einsum = torch.backends.opt_einsum
     about = {
-        "default_dtype": str(torch.get_default_dtype()), "denormals": "flushed" if (small * 0.5 == 0).item() else "kept",
+        "default_dtype": str(torch.get_default_dtype()), "denormals": numerics.denormals(),
         "einsum": str(einsum.strategy) if einsum.enabled and einsum.is_available() else "as written",
         "mha_fastpath": torch.backends.mha.get_fastpath_enabled(),
     }  # fmt: skip

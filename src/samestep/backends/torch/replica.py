@@ -37,7 +37,7 @@ Pieces = tuple[Tensor, ...]
 
 class TorchReplica(Replica):
     def __init__(
-        self, backend: Backend, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
+        self, backend: Backend, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool
     ) -> None:
         super().__init__(backend, loss, device, shards)
         # A loss that is a module may have parameters, which are trained as the model's are.

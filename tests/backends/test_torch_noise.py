@@ -18,6 +18,7 @@ DRAWS: dict[str, tuple[Callable[[], Any], int]] = {
     "rand": (lambda: torch.rand(3), APART),
     "dropout": (lambda: torch.nn.functional.dropout(torch.ones(50)), APART),
     "normal_": (lambda: torch.empty(3).normal_(), APART),
+    "one without a generator": (lambda: torch.native_dropout(torch.ones(50), 0.5, True)[0], ALONE),
 }
 
 

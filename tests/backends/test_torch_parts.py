@@ -423,7 +423,7 @@ class Stateful(nn.Module):
 
     def __init__(self, **buffers: Any) -> None:
         super().__init__()
-        self.inner = nn.Linear(2, 3)
+        self.inner = nn.Linear(2, 3, bias=False)
         self.new: dict[str, Any] = {}
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer, persistent="passing" not in name)
@@ -696,6 +696,26 @@ def test_a_computation_is_recorded_if_it_is_wanted_and_possible() -> None:
     ours.release()
     assert ours._recorder.wanted is False
     assert ours.lane(training=True) is not lane
+
+
+class Renamed(nn.Linear):
+    """Is saved under other names, and writes its weight when it is switched to training."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {name.replace("weight", "kernel"): t for name, t in super().state_dict(*args, **options).items()}
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.weight.mul_(1 if mode else 0)
+        return super().train(mode)
+
+
+def test_a_weight_is_known_by_the_name_that_it_is_saved_under() -> None:
+    model = Renamed(2, 3)
+    with torch.no_grad():
+        model.eval()
+    ours = replica(model)
+    assert ours.names == {"kernel": "weight", "bias": "bias", "weight": "weight"}
+    assert ours.lane(training=True).module["model"].training  # a lane is made where no gradient is noted
 
 
 # Noise of a GPU, without one

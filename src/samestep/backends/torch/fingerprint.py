@@ -43,8 +43,8 @@ def on_gpu(vectors: Sequence[Rows]) -> torch.Tensor:
 
 
 def sums(rows: torch.Tensor, rest: torch.Tensor) -> list[torch.Tensor]:
-    if len(rest) % WORD:
-        rest = torch.nn.functional.pad(rest, (0, -len(rest) % WORD))
+    if fill := -len(rest) % WORD:
+        rest = torch.nn.functional.pad(rest, (0, fill))
     if not len(rows):
         return [rest.view(torch.int64)]
     return [rest.view(torch.int64), rows.sum(1), rows.sum(0)]

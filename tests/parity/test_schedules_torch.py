@@ -83,9 +83,16 @@ def test_every_group_has_the_rate() -> None:
     optimizer = SGD([{"params": weights[:1]}, {"params": weights[1:2], "lr": 5.0}], lr=1.0)
     ours = scheduler(poly(1, 4), optimizer)
     optimizer.add_param_group({"params": weights[2:]})
+    assert ours.state_dict()["applied"]  # as far as it has set a rate
     optimizer.step()
     ours.step()
     assert [group["lr"] for group in optimizer.param_groups] == ours.get_last_lr() == [0.75] * 3
+
+
+def test_it_starts_with_the_first_rate() -> None:
+    assert poly(1, 4).torch(Loop().optimizer).state_dict() == scheduler(poly(1, 4), Loop().optimizer).state_dict()
+    assert poly(1, 4).torch(Loop().optimizer).get_last_lr() == [1.0]
+    assert poly(1, 4).torch(Loop().optimizer, 1).get_last_lr() == [0.5]
 
 
 def test_it_starts_after_last_epoch() -> None:
@@ -127,6 +134,7 @@ def test_restored_in_any_order(name: str, order: str, tensor: bool) -> None:
     json.dumps(states[1])  # plain
     loop, second = restored(lambda o: scheduler(EXPORTED[name], o), states, order, lr=lr())
     assert isinstance(loop.optimizer.param_groups[0]["lr"], torch.Tensor) == tensor
+    assert second._step_count == first._step_count == 24  # PyTorch warns of a first step that comes too early
     assert rates + loop.run(second, UPDATES - 23) == float32(EXPORTED[name])
 
 
@@ -151,6 +159,12 @@ def ours_before_theirs(optimizer: Optimizer) -> LRScheduler:
     return lr_scheduler.SequentialLR(optimizer, parts, [12])
 
 
+def ours_for_one_update(optimizer: Optimizer) -> LRScheduler:
+    """What comes after it is first below ours, then above it."""
+    parts = [scheduler(constant(1), optimizer), lr_scheduler.ConstantLR(optimizer, 0.1, 8)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
 def ours_alone_in_a_chain(optimizer: Optimizer) -> LRScheduler:
     return lr_scheduler.ChainedScheduler([scheduler(cosine(0.3, 30), optimizer)])
 
@@ -165,6 +179,7 @@ COMPOSED: list[tuple[Make, Schedule]] = [
     (ours_that_begin_alike, constant(0.3).then(cosine(0.3, 10), 12)),
     (ours_after_theirs, drops(2, [5], 0.5).then(cosine(0.3, 30), 12)),
     (ours_before_theirs, cosine(1, 30).then(constant(2).warmup(8, start=1, mode="constant"), 12)),
+    (ours_for_one_update, constant(1).then(constant(2).warmup(8, start=0.2, mode="constant"), 1)),
     (ours_alone_in_a_chain, cosine(0.3, 30)),
     (ours_last_in_a_chain, cosine(0.3, 30)),
 ]
@@ -182,7 +197,9 @@ def test_within_sequences_and_chains(make: Make, schedule: Schedule, lr: Any) ->
 @pytest.mark.parametrize(("make", "schedule"), COMPOSED)
 def test_sequences_and_chains_restored(make: Make, schedule: Schedule, order: str, at: int) -> None:
     """In any order while ours is at work; PyTorch's own parts set no rate when loaded: the optimizer must, after `b`."""
-    theirs_at_work = {ours_after_theirs: range(12), ours_before_theirs: range(12, UPDATES)}
+    theirs_at_work = {
+        ours_after_theirs: range(12), ours_before_theirs: range(12, UPDATES), ours_for_one_update: range(1, UPDATES),
+    }  # fmt: skip
     if order == "obs" and at in theirs_at_work.get(make, ()):
         order = "bos"
     loop = Loop(2.0)

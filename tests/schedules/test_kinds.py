@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -212,6 +214,18 @@ def test_equal_means_built_alike() -> None:
         == piecewise(range(1, 3), (3, 2, 1))
     )
     assert len({constant(1), constant(1.0), constant(2)}) == 2
+
+
+def test_exports_start_with_the_first_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = SimpleNamespace(Scheduler=lambda *given: given)
+    monkeypatch.setattr("samestep.schedules.exports._file", lambda name: kept)
+    s = constant(1)
+    assert (s.torch("optimizer"), s.paddle()) == ((s, "optimizer", -1), (s, -1))
+
+
+def test_a_schedule_is_documented_by_its_formula() -> None:
+    assert [make.__name__ for make in SCHEDULES.values()] == list(SCHEDULES)
+    assert str(constant.__doc__).startswith("The same rate always: η(t) = lr.")
 
 
 def test_schedules_are_frozen() -> None:
@@ -755,6 +769,7 @@ def cases() -> Iterator[tuple[Callable[[], Any], type[SamestepError], str]]:
     yield lambda: s("5"), WrongType, t + "'5'"  # type: ignore[arg-type]
     yield lambda: s(any_), WrongType, t + "None"
     yield lambda: s(np.array([0.5])), WrongType, t + "[0.5]"
+    yield lambda: s([[1], [2, 3]]), WrongType, t + "[[1], [2, 3]]"  # type: ignore[list-item]
     yield lambda: s(np.array([True])), WrongType, t + "[True]"
     yield lambda: s.in_epochs(0), Invalid, "in_epochs: steps_per_epoch must be at least 1, got steps_per_epoch=0"
     yield lambda: s.in_epochs(smooth=any_), WrongType, "in_epochs: smooth must be True or False, got smooth=None"
@@ -790,11 +805,12 @@ def cases() -> Iterator[tuple[Callable[[], Any], type[SamestepError], str]]:
     )
     yield lambda: from_json({}), Invalid, f"from_json: there is no op None; there are {', '.join(sorted(OPS))}"
     stored = s.to_json()
-    yield (
-        lambda: from_json({**stored, "version": 2}),
-        Invalid,
-        "from_json: constant: version must be 1, got version=2",
-    )
+    for version in (0, 2):
+        yield (
+            partial(from_json, {**stored, "version": version}),
+            Invalid,
+            f"from_json: constant: version must be 1, got version={version}",
+        )
     yield lambda: from_json({**stored, "x": 2}), Invalid, "from_json: constant has lr, got 'lr', 'x'"
     yield (
         lambda: from_json({"op": "constant", "version": 1}),
@@ -829,8 +845,10 @@ def test_every_schedule_and_method_has_its_errors_tested() -> None:
 
 def test_deep_json_is_refused() -> None:
     stored = constant(1).to_json()
-    for _ in range(150):
+    for _ in range(99):
         stored = {"op": "shift", "version": 1, "of": stored, "k": 1}
+    assert from_json(stored).to_json() == stored
+    stored = {"op": "shift", "version": 1, "of": stored, "k": 1}
     with pytest.raises(Invalid, match=r"^from_json: schedules must be nested at most 100 deep$"):
         from_json(stored)
 
@@ -929,6 +947,22 @@ def test_the_trace_replays_what_happened(seen: list[float], options: dict[str, A
     assert plateau.trace().in_epochs(3).values(3 * len(used)).tolist() == np.repeat(used, 3).tolist()
 
 
+def test_a_new_plateau_has_seen_nothing_and_says_all_its_settings() -> None:
+    plateau = Plateau(0.1)
+    assert repr(plateau) == (
+        "Plateau(lr=0.1, factor=0.5, patience=10, threshold=0.0001, cooldown=0, floor=0.0, mode='min', "
+        "threshold_mode='rel', eps=1e-08)"
+    )
+    assert plateau.state() == {
+        "version": 1, "settings": plateau.settings, "t": 0, "best": None, "bad": 0, "cooling": 0, "at": [], "values": [0.1],
+    }  # fmt: skip
+
+
+def test_a_drop_by_eps_is_not_made() -> None:
+    plateaus = [Plateau(0.5, patience=0, eps=eps) for eps in (0.25, 0.2)]
+    assert [[plateau.observe(1.0) for _ in range(2)] for plateau in plateaus] == [[0.5, 0.5], [0.5, 0.25]]
+
+
 def test_a_trace_in_updates() -> None:
     plateau = Plateau(0.4, patience=0)
     for metric, t in [(1.0, 100), (1.0, 200), (0.5, 250), (0.6, 400)]:
@@ -945,15 +979,17 @@ def plateau_cases() -> Iterator[tuple[Callable[[], Any], type[SamestepError], st
     p, any_ = Plateau(0.1), None  # type: tuple[Plateau, Any]
     yield lambda: Plateau(-1), Invalid, "Plateau: lr must be finite and at least 0, got lr=-1"
     yield lambda: Plateau(0.1, 1), Invalid, "Plateau: factor must be below 1, got factor=1"
+    yield lambda: Plateau(0.1, 2), Invalid, "Plateau: factor must be below 1, got factor=2"
     yield lambda: Plateau(0.1, patience=-1), Invalid, "Plateau: patience must be at least 0, got patience=-1"
     yield lambda: Plateau(0.1, cooldown=True), WrongType, "Plateau: cooldown must be a whole number, got cooldown=True"
     yield lambda: Plateau(0.1, floor=0.2), Invalid, "Plateau: floor must be at most lr, got floor=0.2 and lr=0.1"
     yield lambda: Plateau(0.1, mode="low"), Invalid, "Plateau: mode must be one of 'min', 'max', got mode='low'"
-    yield (
-        lambda: Plateau(0.1, threshold=1),
-        Invalid,
-        "Plateau: threshold must be below 1 with threshold_mode='rel', got threshold=1",
-    )
+    for threshold, mode in ((1, "rel"), (2, "".join(("r", "el")))):  # a text that is equal, though not the same object
+        yield (
+            partial(Plateau, 0.1, threshold=threshold, threshold_mode=mode),
+            Invalid,
+            f"Plateau: threshold must be below 1 with threshold_mode='rel', got threshold={threshold}",
+        )
     yield (
         lambda: Plateau(0.1, threshold_mode="r"),
         Invalid,
@@ -967,7 +1003,9 @@ def plateau_cases() -> Iterator[tuple[Callable[[], Any], type[SamestepError], st
     yield lambda: Plateau.from_state(any_), WrongType, "from_state: state must be what state() gave, got state=None"
     from_state, state = Plateau.from_state, p.state()
     yield lambda: from_state({}), WrongType, "from_state: state must be what state() gave, got state={}"
-    yield lambda: from_state({**state, "version": 2}), Invalid, "from_state: version must be 1, got version=2"
+    for version in (0, 2):
+        message = f"from_state: version must be 1, got version={version}"
+        yield partial(from_state, {**state, "version": version}), Invalid, message
     yield lambda: from_state({**state, "bad": -1}), Invalid, "from_state: bad must be at least 0, got bad=-1"
     yield lambda: from_state({**state, "at": None}), WrongType, "piecewise: at must be a list, got at=None"
 

@@ -179,9 +179,16 @@ def test_what_is_not_text() -> None:
 def test_depth_is_limited() -> None:
     assert parse("constant(1)" + ".shift(1)" * (DEEPEST - 2)).op == "shift"
     assert parse("+".join(["constant(1)"] * (DEEPEST - 1))).op == "add"
-    for text in ("constant(1)" + ".shift(1)" * DEEPEST, "+".join(["constant(1)"] * (DEEPEST + 1))):
+    for text in ("constant(1)" + ".shift(1)" * (DEEPEST - 1), "+".join(["constant(1)"] * DEEPEST)):
         with pytest.raises(Invalid, match=r"^schedule: the expression is nested too deeply: at most 100 levels$"):
             parse(text)
+
+
+def test_what_is_too_long_to_be_shown_is_told_by_its_column() -> None:
+    """A number that Python does not write in decimals."""
+    with pytest.raises(Invalid) as error:
+        parse(f"constant(~0x{'f' * 9999})")
+    assert str(error.value) == f"schedule: what stands at column 10 {ONLY}"
 
 
 def test_the_longest_text() -> None:

@@ -7,6 +7,7 @@ import struct
 import sys
 import unicodedata
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -83,6 +84,21 @@ def test_a_small_plot_to_the_letter():
     ]
 
 
+def test_a_plot_of_nothing_but_zeros_and_one_in_a_narrow_terminal():
+    lines = plot.terminal({"a": np.zeros(2)}, "steps", width=5, height=3).plain.splitlines()
+    assert lines == ["  0.5┤" + " " * 10, "    0┤" + "⠤" * 10, " -0.5┤" + " " * 10, "     └" + "─" * 10,
+                     "      0  1 steps", "      ━━ a"]  # fmt: skip
+
+
+def test_every_curve_has_its_colour_in_the_plot_and_in_the_legend():
+    text = plot.terminal({str(i): np.full(2, i) for i in range(13)}, "steps", width=20, height=26)
+    spans = [(text.plain.count("\n", 0, span.start), span.style) for span in text.spans]
+    rows = [25, 23, 21, 19, 17, 15, 13, 10, 8, 6, 4, 2, 0]
+    colours = [*plot.COLOURS, *plot.COLOURS, plot.COLOURS[0]]
+    drawn = [(row, colour) for row, colour in zip(rows, colours, strict=True) for _ in range(16)]
+    assert sorted(spans) == sorted([*drawn, *((28 + i, colour) for i, colour in enumerate(colours))])
+
+
 def test_the_terminal_shows_range_unit_and_legend(samestep):
     status, out, err = samestep(COSINE, "geometric(0.4, 0.9)", "--steps", 40)
     lines = out.splitlines()
@@ -107,6 +123,17 @@ def test_a_curve_has_a_dot_in_every_column_and_no_gaps():
     assert {row for row, _ in step} == set(range(8))
 
 
+def test_a_column_shows_as_many_points_as_it_takes_to_have_one_for_every_value():
+    """5 values, 2 columns: 3 points each, at 0, 0.8, 1.6 and at 2.4, 3.2, 4."""
+    dots = plot._dots(np.array([0.0, 0.0, 1.0, 0.0, 0.0]), 1, 0, 11, 2)
+    assert dots == [(row, column) for column in (0, 1) for row in range(4, 11)]
+
+
+def test_a_column_begins_next_to_where_the_one_before_ended():
+    dots = plot._dots(np.array([0.7, 0.0, 0.5]), 1, 0, 11, 3)
+    assert dots == [(3, 0), *((row, 1) for row in range(4, 11)), *((row, 2) for row in range(5, 10))]
+
+
 def test_a_constant_is_drawn_in_the_middle():
     text = plot.terminal({"constant(0.1)": np.full(10, 0.1)}, "steps", width=60, height=9).plain
     assert [line[-20:].strip() != "" for line in text.splitlines()[:9]] == [False] * 4 + [True] + [False] * 4
@@ -115,6 +142,8 @@ def test_a_constant_is_drawn_in_the_middle():
 def test_the_frame_names_the_ends_and_the_middle():
     lines = plot.terminal({"line": np.linspace(1.0, 3.0, 50)}, "steps", height=10).plain.splitlines()
     assert [lines[row].split("┤")[0].strip() for row in (0, 5, 9)] == ["3", "2", "1"]
+    assert {len(line) for line in lines[:10]} == {80}
+    assert len(plot.terminal({"line": np.arange(5)}, "steps").plain.splitlines()) == 16 + 3
 
 
 def test_dots_are_where_unicode_has_them():
@@ -131,6 +160,23 @@ def test_figures(samestep, tmp_path):
     svg = (tmp_path / "b.svg").read_text()
     assert "<svg" in svg
     assert "learning rate" in svg
+
+
+def test_a_figure_begins_at_0_and_shows_every_curve(monkeypatch, tmp_path):
+    drawn = []
+    figures = pytest.importorskip("matplotlib.figure")
+    kept = SimpleNamespace(Figure=lambda **given: drawn.append(figures.Figure(**given)) or drawn[0])
+    monkeypatch.setattr(plot.find, "imported", lambda *names: kept)
+    plot.figure({"a": np.array([0.5, 0.25]), "b": np.array([0.75, 0.5, 0.3])}, "steps", tmp_path / "a.svg")
+    [axes], [legend] = drawn[0].axes, drawn[0].legends
+    assert [line.get_xydata().tolist() for line in axes.lines] == [
+        [[0, 0.5], [1, 0.25]],
+        [[0, 0.75], [1, 0.5], [2, 0.3]],
+    ]
+    assert [line.get_linewidth() for line in axes.lines] == [1.8, 1.8]
+    assert axes.get_ylim()[0] == 0.0
+    assert axes.get_xgridlines()[0].get_alpha() == 0.3
+    assert [(text.get_text(), text.get_fontsize()) for text in legend.get_texts()] == [("a", 8), ("b", 8)]
 
 
 @pytest.mark.parametrize(

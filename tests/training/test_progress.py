@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +28,9 @@ START = {
     "examples": 1200, "shards": 8, "model": "LeNet", "parameters": 129068,
 }  # fmt: skip
 STEPS = {  # 512 examples, loss 640 / 512, 384 hits
-    "event": "steps", "epoch": 2, "first": 5, "lr": [0.3, 0.125], "examples": [256, 256],
-    "loss": [[300.0, 20.0], [320.0, 0.0]], "hits": [[128, 64], [192, 0]], "fingerprint": ["0" * 16, "1" * 16],
+    "event": "steps", "epoch": 2, "first": 5, "lr": [0.3, 0.2, 0.125], "examples": [256, 128, 128],
+    "loss": [[300.0, 20.0], [320.0, 0.0], [0.0, 0.0]], "hits": [[128, 64], [192, 0], [0, 0]],
+    "fingerprint": ["0" * 16, "1" * 16, "2" * 16],
 }  # fmt: skip
 EPOCH = {
     "event": "epoch", "epoch": 2, "step": 10, "lr": 0.125, "train_loss": 1.23456, "train_accuracy": 0.54321,
@@ -96,7 +99,7 @@ def test_a_run_that_goes_on_says_from_where() -> None:
     shown, screen = display(terminal=False)
     shown(START)
     first = screen.take()
-    shown(START | {"event": "resume", "step": 7})
+    shown(json.loads(json.dumps(START | {"event": "resume", "step": 7})))  # as the folder of the run has it
     assert screen.take() == f"{first}going on after step 7\n"
     shown(EPOCH)
     assert screen.take().startswith("epoch   2/12 ")
@@ -132,15 +135,15 @@ def test_live_bar(clock: SimpleNamespace) -> None:
     try:
         assert shown.bar is not None
         screen.take()
-        clock.now = 2.0
+        clock.now = 3.0
         shown(STEPS)
         shown.bar.refresh()
         text = screen.take()
         task = shown.bar.tasks[0]
-        assert (task.completed, task.total) == (7, 60)
+        assert (task.completed, task.total) == (8, 60)
     finally:
         shown.close()
-    for part in ("epoch   2/12", "loss 1.2500", "accuracy 75.00 %", "rate 0.125", "256 examples/s"):
+    for part in ("epoch   2/12", "loss 1.2500", "accuracy 75.00 %", "rate 0.125", "171 examples/s"):
         assert part in text
 
 
@@ -151,7 +154,7 @@ def test_the_bar_of_a_run_that_goes_on_begins_where_it_was(clock: SimpleNamespac
         assert shown.bar is not None
         clock.now = 2.0
         shown(STEPS)
-        assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (7, 60)
+        assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (8, 60)
     finally:
         shown.close()
 
@@ -246,8 +249,13 @@ def test_show_by_default_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
             return True
 
     monkeypatch.setattr("sys.stderr", Terminal())
-    assert isinstance(show(None), Display)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = show(None)
+    assert isinstance(shown, Display)
     assert show(False) is None
+    shown.console.print("epoch 1")
+    assert sys.stderr.getvalue() == "epoch 1\n"  # numbers are not coloured
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -28,7 +28,7 @@ def terminal(curves: Curves, unit: str, width: int = 80, height: int = 16) -> Te
     margin = max(map(len, names)) + 1
     columns = max(10, width - margin - 1)
     bits = np.zeros((height, columns), int)
-    owner = np.full((height, columns), -1)
+    owner = np.zeros_like(bits)
     for number, values in enumerate(curves.values()):
         for row, column in _dots(values, top, bottom, 4 * height, 2 * columns):
             bits[row // 4, column // 2] |= DOTS[row % 4][column % 2]
@@ -52,12 +52,11 @@ def terminal(curves: Curves, unit: str, width: int = 80, height: int = 16) -> Te
 
 def _dots(values: NDArray[np.float64], top: float, bottom: float, rows: int, columns: int) -> Sequence[tuple[int, int]]:
     """The dots of one curve: for each column, all rows between the lowest and the highest value that fall into it."""
-    fine = columns * max(1, -(-len(values) // columns))  # a whole number of points for each column
-    points = np.interp(np.linspace(0, len(values) - 1, fine), np.arange(len(values)), values)
-    level = np.rint((top - points) / (top - bottom) * (rows - 1)).astype(int).reshape(columns, -1)
-    before = np.concatenate([level[:1, :1], level[:-1, -1:]])  # where the column to the left ended, to leave no gaps
-    low, high = np.minimum(level.min(1), before[:, 0] + 1), np.maximum(level.max(1), before[:, 0] - 1)
-    low[0], high[0] = level[0].min(), level[0].max()
+    fine = -(-len(values) // columns)  # points for each column
+    points = np.interp(np.linspace(0, len(values) - 1, columns * fine), np.arange(len(values)), values)
+    level = np.rint((top - points) / (top - bottom) * (rows - 1)).astype(int).reshape(columns, fine)
+    before = np.concatenate([level[:1, :1], level[:-1, -1:]]).ravel()  # where the column to the left ended: no gaps
+    low, high = np.minimum(level.min(1), before + 1), np.maximum(level.max(1), before - 1)
     return [(row, column) for column in range(columns) for row in range(low[column], high[column] + 1)]
 
 

@@ -26,7 +26,6 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bar: Progress | None = None
-        self._since = 0.0
 
     def __call__(self, event: Event) -> None:
         getattr(self, f"_{event['event']}", lambda _: None)(event)

@@ -204,6 +204,7 @@ def test_equal_means_built_alike() -> None:
     float_: Any = np.float32
     assert cosine(1, 20) == cosine(1.0, int_(20), end=0) == cosine(float_(1), T=20, end=-0.0)
     assert hash(cosine(1, 20)) == hash(cosine(1.0, int_(20), end=0))
+    assert repr(cosine(1, 20, end=0)) == "cosine(1.0, 20)"
     assert cosine(1, 20) != cosine(1, 21)
     assert cosine(1, 20) != poly(1, 20)
     assert constant(1) + constant(2) != constant(2) + constant(1)
@@ -257,6 +258,7 @@ def test_threads_may_share_a_schedule() -> None:
         (natural_exp(2, 0.5), [2 * math.exp(-0.5 * t) for t in range(6)]),
         (inverse_power(1, 3, 0.5), [1, 0.5, 7**-0.5, 10**-0.5, 13**-0.5, 0.25]),
         (inverse_power(6, 1, 1), [6, 3, 2, 1.5, 6 / 5, 1]),
+        (inverse_power(1, 1, 2), [1, 0.25, 3**-2, 0.0625, 5**-2, 6**-2]),
         (poly(1, 4), [1, 0.75, 0.5, 0.25, 0, 0]),
         (poly(1, 4, end=0.5), [1, 0.875, 0.75, 0.625, 0.5, 0.5]),
         (poly(0, 4, end=1), [0, 0.25, 0.5, 0.75, 1, 1]),
@@ -272,6 +274,7 @@ def test_threads_may_share_a_schedule() -> None:
         (triangle(0, 4, 1, 3), [0, 4, 4 * (2 / 3), 4 * (1 / 3), 0, 4]),
         (triangle(0, 1, 1, decay=0.5), [0, 1, 0, 0.5, 0, 0.25]),
         (triangle(0, 1, 1, decay=0.5, per="step"), [0, 0.5, 0, 0.125, 0, 0.03125]),
+        (triangle(0, 1, 1, decay=0.25, per="step").in_epochs(2, smooth=True), [0, 0.25, 0.25, 0.0625, 0, 0.015625]),
         (one_cycle(1, 5, up=0.6, div=4, final_div=2, anneal="linear"), [0.25, 0.625, 1, 0.5625, 0.125, 0.125]),
         (table([3, 1, 2]), [3, 1, 2, 2, 2, 2]),
         (constant(1).warmup(4), [0, 0.25, 0.5, 0.75, 1, 1]),
@@ -487,6 +490,29 @@ def test_smooth_epochs_have_the_bits_of_steps(lr: float, end: float, T: int, war
     assert bits(epochs.in_epochs(n, smooth=True)(t)) == bits(steps(t))
 
 
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [
+        (poly(1, 4).shift(2), poly(1, 12).shift(6)),
+        (poly(1, 4).hold(2), poly(1, 12).hold(6)),
+        (poly(1, 4).every(2), poly(1, 4).every(6)),
+        (poly(1, 4).restart(2), poly(1, 12).restart(6)),
+        (poly(1, 4).restart(2, mult=2), poly(1, 12).restart(6, mult=2)),
+        (exponential(1, 0.5, every=2), exponential(1, 0.5, every=6)),
+        (exponential(1, 0.5, every=2, stair=True), exponential(1, 0.5, every=6, stair=True)),
+        (natural_exp(1, 0.75), natural_exp(1, 0.25)),
+        (inverse_power(1, 1.5, 1), inverse_power(1, 0.5, 1)),
+        (piecewise([2, 3], [3, 2, 1]), piecewise([6, 9], [3, 2, 1])),
+        (drops(8, [1, 4], 0.5), drops(8, [3, 12], 0.5)),
+        (table([3, 1, 2]), table([3, 3, 3, 1, 1, 1, 2])),
+        (triangle(0, 1, 2, 1, decay=0.5), triangle(0, 1, 6, 3, decay=0.5)),
+    ],
+    ids=repr,
+)
+def test_every_kind_moves_smoothly_through_epochs_of_three_steps(epochs: Schedule, steps: Schedule) -> None:
+    assert epochs.in_epochs(3, smooth=True).values(40).tolist() == steps.values(40).tolist()
+
+
 @properties
 @given(s=in_epochs, n=st.integers(1, 20))
 def test_an_epoch_schedule_is_bound_before_it_is_called(s: Schedule, n: int) -> None:
@@ -543,7 +569,7 @@ def test_geometric_knows_when_nothing_changes_any_more() -> None:
     assert geometric(1, 0.5)(2**62) == 0.0
     assert geometric(1, 0.9)(2**62) == geometric(1, 0.9)(20_000) > 0  # the smallest numbers are rounded to themselves
     assert geometric(1, 1)(2**62) == 1.0
-    assert geometric(1, 0.999999, floor=0.5)(2**62) == 0.5
+    assert geometric(1, 0.9999999, floor=0.5)(2**62) == 0.5
     assert geometric(0, 5)(2**62) == 0.0
 
 
@@ -561,6 +587,9 @@ def test_a_recurrence_that_would_take_hours_is_refused(monkeypatch: pytest.Monke
         f"geometric: t must be at most {4 * CHUNK}, got t=1000000000000000: use exponential, which needs no steps"
     )
     assert product(1.5, 0.9999999, 3 * CHUNK, 0.0) == geometric(1.5, 0.9999999)(3 * CHUNK)
+    assert geometric(1.25, 0.9999999)(4 * CHUNK) < geometric(1.25, 0.9999999)(4 * CHUNK - 1)
+    with pytest.raises(Invalid, match=f"^geometric: t must be at most {4 * CHUNK}, got t={5 * CHUNK}: "):
+        geometric(1.25, 0.9999999)(5 * CHUNK)
 
 
 # Too large
@@ -697,6 +726,11 @@ def cases() -> Iterator[tuple[Callable[[], Any], type[SamestepError], str]]:
         lambda: piecewise([1, 2], [3, 2]),
         Invalid,
         "piecewise: values must have one more than at, got 2 values for 2 boundaries",
+    )
+    yield (
+        lambda: piecewise([1], [3, 2, 1]),
+        Invalid,
+        "piecewise: values must have one more than at, got 3 values for 1 boundaries",
     )
     yield lambda: piecewise([1.5], [3, 2]), WrongType, "piecewise: at[0] must be a whole number, got at[0]=1.5"  # type: ignore[list-item]
     yield lambda: piecewise([-1], [3, 2]), Invalid, "piecewise: at[0] must be at least 0, got at[0]=-1"
@@ -958,6 +992,11 @@ def test_a_new_plateau_has_seen_nothing_and_says_all_its_settings() -> None:
     }  # fmt: skip
 
 
+def test_an_absolute_threshold_may_be_above_1() -> None:
+    plateau = Plateau(0.5, patience=0, threshold=2, threshold_mode="abs")
+    assert [plateau.observe(metric) for metric in (9.0, 6.0, 5.0)] == [0.5, 0.5, 0.25]
+
+
 def test_a_drop_by_eps_is_not_made() -> None:
     plateaus = [Plateau(0.5, patience=0, eps=eps) for eps in (0.25, 0.2)]
     assert [[plateau.observe(1.0) for _ in range(2)] for plateau in plateaus] == [[0.5, 0.5], [0.5, 0.25]]
@@ -970,9 +1009,10 @@ def test_a_trace_in_updates() -> None:
     assert plateau.trace() == piecewise([200, 400], [0.4, 0.2, 0.1])
     plateau.observe(0.7)
     assert plateau.trace() == piecewise([200, 400, 401], [0.4, 0.2, 0.1, 0.05])
-    with pytest.raises(Invalid) as error:
-        plateau.observe(0.1, t=401)
-    assert str(error.value) == "observe: t must be above that of the last observation, 401, got t=401"
+    for t in (400, 401):
+        with pytest.raises(Invalid) as error:
+            plateau.observe(0.1, t=t)
+        assert str(error.value) == f"observe: t must be above that of the last observation, 401, got t={t}"
 
 
 def plateau_cases() -> Iterator[tuple[Callable[[], Any], type[SamestepError], str]]:

@@ -141,9 +141,10 @@ def test_live_bar(clock: SimpleNamespace) -> None:
         text = screen.take()
         task = shown.bar.tasks[0]
         assert (task.completed, task.total) == (8, 60)
+        assert vars(shown.bar.columns[1])["bar_width"] == 24
     finally:
         shown.close()
-    for part in ("epoch   2/12", "loss 1.2500", "accuracy 75.00 %", "rate 0.125", "171 examples/s"):
+    for part in ("epoch   2/12", "loss 1.2500", "accuracy 75.00 %", "rate 0.125", "171 examples/s --:--"):
         assert part in text
 
 
@@ -198,6 +199,7 @@ def test_the_bar_ends_with_the_fit() -> None:
     shown({"event": "end", "time": 1.0, "fingerprint": "ab"})  # says nothing, and the fit closes it
     shown.close()
     assert not shown.bar.live.is_started
+    assert screen.getvalue().endswith("\x1b[1A\x1b[2K")  # its line is gone
     shown.close()  # a second time is no error
     assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 

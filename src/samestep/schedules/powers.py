@@ -36,7 +36,7 @@ def product(start: float, factor: float, t: int, floor: float) -> float:
     wanted, i = divmod(t, CHUNK)
     for chunk in range(len(firsts) - 1, wanted):
         first = firsts[chunk]
-        if first * factor == first or (factor < 1 and first < floor):
+        if first * factor == first or first < floor:
             return first  # it stays so
         if chunk * CHUNK >= LONGEST:
             raise Invalid(f"geometric: t must be at most {LONGEST}, got t={t}: use exponential, which needs no steps")

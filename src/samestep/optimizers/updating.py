@@ -74,7 +74,8 @@ class FlatUpdater(Updater):
         for lo in range(0, len(x), BLOCK):
             part = slice(lo, min(lo + BLOCK, len(x)))
             slots = {name: slot[part] for name, slot in state.items()}
-            direction, slots = optimizer.direction(x[part], total[part] / examples, slots, t)
+            gradient = total[part] if examples == 1 else total[part] / examples
+            direction, slots = optimizer.direction(x[part], gradient, slots, t)
             here = change[: part.stop - lo]
             np.multiply(direction, lr, out=here)
             np.subtract(x[part], here, out=x[part])

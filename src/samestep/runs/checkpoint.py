@@ -87,7 +87,7 @@ def unpack(content: bytes, name: str) -> Checkpoint:
         size = int.from_bytes(content[:8], "little")
         text = content[8 : 8 + size]
         kept = json.loads(text)["__metadata__"]["sha256"]
-        digest = hashlib.sha256(text.replace(kept.encode(), NO_HASH.encode()))
+        digest = hashlib.sha256(text.replace(kept.encode(), NO_HASH.encode(), 1))
         digest.update(memoryview(content)[8 + size :])
         if digest.hexdigest() != kept:
             raise ValueError("its hash does not hold")

@@ -1014,6 +1014,13 @@ def test_what_a_shard_gives_number_by_number():
         else:
             assert sums(range(1, 3)) == (2, {(i, i + 1): expected[i].tolist() for i in (1, 2)})
             assert asked == [(i, ss.cpu()) for i in (1, 2, 1, 2)]
+    launched = []
+    replica._loop = lambda *about: launched.append(about) or jnp.zeros((5, 19))
+    for looped in (False, True):
+        replica.looped = looped
+        replica.single(batch, 2)
+        assert len(launched) == looped
+    del replica._loop
     rows = replica._loop(x, y, order[2:6].reshape(2, 2), keys[1:3], 1)
     assert rows.tolist() == [*(row.tolist() for row in expected[1:3]), *[[0.0] * 19] * 3]
 
@@ -1049,6 +1056,9 @@ def test_cross_entropy_of_a_gpu_is_that_of_the_backend(monkeypatch):
 
     assert found(None, "cpu") == found(max, "cpu") == found(max, "cuda") == "the backend's"
     assert found(None, "cuda") == backend.cross_entropy(output, y) == 4 + 16 + 6
+    rows = SimpleNamespace(sum=lambda axis: jnp.asarray([axis, 8 * axis]))  # of scores: the sum of each, then of all
+    monkeypatch.setattr(jnp, "where", lambda *_: rows)
+    assert found(None, "cuda") == 1 + 8
 
 
 def test_what_cannot_be_a_replica():
@@ -1062,6 +1072,7 @@ def test_what_cannot_be_a_replica():
         replica({"a": jnp.ones(2)}, {"b": jnp.ones(2), "a": jnp.ones(2)})
     with pytest.raises(ss.SamestepError, match="^the parameters of this Pair are not made yet: pass Pair"):
         replica(lambda key, x: jnp.ones(3))
+    assert len(replica({f"w{i}": jnp.ones(1) for i in range(300)}).names) == 300
     grows = replica(jnp.ones(2), [jnp.ones(2)], lambda w, state, x: (x * w, [*state, 1.0]))
     with pytest.raises(ss.SamestepError, match="must have the structure of the one it was given"):
         grows.gradient(jnp.ones((1, 2)), jnp.zeros(1, jnp.int32), 0, 0)

@@ -9,6 +9,7 @@ import copy
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import samestep as ss
+from samestep.backends.losses import Shape
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import path_average
 from samestep.schedules.kinds import constant, cosine, drops, geometric, natural_exp, poly, table
 from samestep.schedules.plateau import Plateau
+from samestep.schedules.rates import Rates
 from samestep.schedules.text import parse
 
 STEPS, EPOCHS = 5, 3  # 71 examples in batches of 16: the last has 7
@@ -456,3 +459,13 @@ def test_the_users_schedule_is_not_copied_or_changed():
     assert given.schedule is schedule
     assert schedule == copy.deepcopy(schedule) == parse("cosine(0.3, 20).in_epochs()")
     assert schedule.unit == "epochs"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "rate"), [({"step": print}, 0.5), ({"base_lr": 2.0}, 0.5), ({"step": 3}, 0.25), ({}, 0.25)]
+)
+def test_what_counts_by_itself_is_read_and_not_called(attributes, rate):
+    """Schedulers of Paddle have step(), those of MXNet a base_lr. Both can be called, but mean another t."""
+    scheduler = type("Scheduler", (), {"__call__": lambda self, t: 0.25, **attributes})()
+    updater = SimpleNamespace(fixed=False, read=lambda schedule, steps: ([0.5] * steps, ()))
+    assert Rates(scheduler, [updater], 2, 3, Shape(None, "float32")).epoch(1) == [rate, rate]

@@ -239,6 +239,7 @@ def test_what_ends_a_wait(world: Any, clock: Clock, monkeypatch: pytest.MonkeyPa
         ({1: 3, 3: 2, 2: 2}, 2, 3),
         ({1: 2, 2: 3, 3: 1}, 1, 3),  # they wait for each other
         ({1: 0}, 1, 1),  # it waits for us
+        ({1: 300, 300: 300}, 300, 2),
     ],
 )
 def test_who_hangs(

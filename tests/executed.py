@@ -53,7 +53,7 @@ class Notes:
         self.test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
         if self.file and os.environ.get(WATCH):
             threading.settrace(self.watch)
-            sys.settrace(self.watch)
+            self.begin(self.test)
             os.register_at_fork(after_in_child=lambda: self.begin(""))  # of a server that has outlived its test
 
     def write(self, *note: Any) -> None:
@@ -72,6 +72,8 @@ class Notes:
     def begin(self, test: str) -> None:
         self.test = test
         self.seen.clear()
+        if self.file and os.environ.get(WATCH):
+            sys.settrace(self.watch)  # again: a test may have had a use of its own for it
 
     # As a plugin of pytest
 

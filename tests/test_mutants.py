@@ -171,6 +171,7 @@ def two():
 
 def test_directly():
     assert thing.called(1) == 2
+    sys.settrace(None)  # as one that has had its own use of it; the tests after it are watched nevertheless
 
 def test_with_a_fixture(two):
     assert two == 2

@@ -278,6 +278,16 @@ def test_going_back_keeps_newer_checkpoints_aside(path: Path) -> None:
     assert paths(path) == [third]
 
 
+def test_only_a_damaged_recipe_is_kept_aside(path: Path) -> None:
+    """Of later steps it tells nothing, so log and weights stay where they are."""
+    before = contents(path)
+    (path / "recipe.json").write_text("{")
+    step, (told,) = gone_on(path)
+    assert step == LAST
+    assert told.endswith("; that of the checkpoint is used; it is kept as recipe.json.aside")
+    assert set(contents(path)) == {*before, "recipe.json.aside"}
+
+
 def test_a_run_of_many_steps_goes_on(tmp_path: Path) -> None:
     """Beyond the whole numbers of which Python has but one object each."""
     path, prints, last = tmp_path / "run", list(range(1, 301)), 300

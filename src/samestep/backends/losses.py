@@ -37,7 +37,7 @@ def check_weights(model: str, dtypes: Iterable[str]) -> str:
         raise Invalid(f"the model {model} has no parameters to train")
     if found not in (["float32"], ["float64"]):
         raise WrongType(f"the trained parameters must all be float32 or all float64, got {', '.join(found)}")
-    return found.pop()
+    return found[0]
 
 
 def check_examples(name: str, x: Numbers, dtype: str) -> None:

@@ -243,7 +243,7 @@ def _cause(found: Difference, left: dict[str, Any], right: dict[str, Any], chang
     # Frameworks lay out the same weights in different ways; and where the first step agreed, so did what it began with.
     other = {"parameters", "initial"} if "framework" in changed or found.first_step else set()
     for key in sorted(changed, key=lambda key: ranks.get(key, ranks["code"] - 0.5)):
-        if key in ONLY.get(found.kind or "", set(changed).difference(never, late, other)):
+        if key in ONLY.get(found.kind or "", set(changed) - never - late - other):
             names = [name for name, _, _ in found.recipe if name.partition(".")[0] == key]
             listed = ", ".join(names[:3] + ["..."] * (len(names) > 3))
             words = CAUSES.get(key, f"another {key}, {{a}} in A and {{b}} in B")

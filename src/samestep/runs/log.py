@@ -53,7 +53,7 @@ def mended(log: bytes, prints: list[str], history: list[Event]) -> bytes:
     """A damaged log up to a checkpoint, which knows these fingerprints and this history."""
     told, at, lines, seal = [{"event": "epoch", **row} for row in history], 0, list[bytes](), ""
     for event in [*events(log, damaged=True), {"first": len(prints), "fingerprint": []}]:
-        first, own = event.get("first", float("inf")), event.get("fingerprint", [])
+        first, own = event.get("first", -1), event.get("fingerprint", [])
         if at <= first <= len(prints) and prints[first : first + len(own)] == own:
             gap = {"event": "lost", "first": at, "last": first - 1, "fingerprint": prints[at:first]}
             told += [gap] * (at < first) + [event] * bool(own)

@@ -235,7 +235,7 @@ def verify(
     except OSError as error:
         raise Invalid(f"--keep needs a new or empty folder, got {keep}: {error.strerror or error}") from error
     runs = Runs(job, root, report, partial(tell, report), tidy=keep is None)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends what was started
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what was started
     try:
         runs.refer(Way(devices[0], processes[0]))
         if resume_on.isdecimal() and int(resume_on) > runs.shards:

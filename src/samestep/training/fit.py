@@ -157,7 +157,7 @@ class Fit:
 
     def end(self) -> None:
         tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
-        if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind in "f"):
+        if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
             raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
         self.result._tensors, self.result.fingerprint = tensors, fingerprint.of_weights(tensors)
         self.result.schedule = self.rates.applied()
@@ -196,7 +196,7 @@ class Fit:
             self.step += 1
             self.averager.after(self.step)
             pending.append((numbers, self.group.replicas[0].fingerprint()))
-            stop, last = self.world.agreed(vote), not self.step % steps
+            stop, last = self.world.agreed(vote), i + 1 == steps
             due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
             if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
                 self.table.append(self.look(pending, epoch, i + 1 - len(pending), rates))

@@ -160,7 +160,7 @@ class Rehearsal:
         train, indices = self.fit.data.train, batch.pass_.order[slice(*span)]
         for ours, theirs in zip(train.read(indices), (x, y), strict=True):
             for index, one, other in zip(indices, ours, backend.get(theirs), strict=True):
-                if not np.array_equal(one, other, equal_nan=ours.dtype.kind in "f"):
+                if not np.array_equal(one, other, equal_nan=ours.dtype.kind == "f"):
                     raise NotRepeatable(f"example {index} of {train.name} is not the same for another thread; {READ}")
         ((strangers, traces),) = backend.map([partial(replica.inside, x, y)])
         for name in strangers:

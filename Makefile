@@ -3,6 +3,7 @@
 # make check   lint, formatting, types
 # make bench   the cost of sameness, checkpoints and exchange on this machine, and the tables in README.md
 # make chaos   a hundred kills at random moments, each resumed elsewhere: same bits in the end
+# make wild    models of torchvision, timm, transformers, Keras, Paddle, gluon and flax: same bits everywhere
 # make mutants a hundred random changes to the core, which the tests must notice; hours on two cores
 #
 # Each makes the environments it needs, once; interrupt and repeat at will.
@@ -10,12 +11,13 @@
 PYTHON ?= python3
 VENV   := .venv
 MXNET  := .venv-mxnet
+WILD   := .venv-wild
 BIN    := $(VENV)/bin
 # pip installs into an environment from outside, so Debian's python3-venv (which carries ensurepip) is not needed.
 into    = $(PYTHON) -m venv --without-pip $(1) && \
 	$(PYTHON) -m pip --disable-pip-version-check --python $(1)/bin/python install --quiet
 
-.PHONY: train test check bench chaos mutants clean
+.PHONY: train test check bench chaos wild mutants clean
 
 train: $(VENV)/train.done
 	$(BIN)/samestep train --portable $(ARGS)
@@ -41,6 +43,15 @@ chaos: $(VENV)/test.done
 	$(BIN)/python benchmarks/chaos.py
 	$(BIN)/python benchmarks/tables.py
 
+# One family of models per process. With ARGS='-k vit' a family may have nothing to run, which is status 5.
+wild: $(VENV)/test.done $(MXNET)/test.done $(WILD)/wild.done
+	@run() { echo "$$2:"; PYTHONPATH=$$3 SAMESTEP_WILD=$$2 $$1 -m pytest -q --durations=10 tests/wild $(ARGS) || \
+		test $$? = 5 || failed=1; }; \
+	for name in torchvision timm transformers; do run $(BIN)/python $$name $(CURDIR)/$(WILD)/site-packages; done; \
+	for name in keras paddle flax; do run $(BIN)/python $$name; done; \
+	! test -x $(MXNET)/bin/python || run $(MXNET)/bin/python gluon; \
+	exit $${failed:-0}
+
 mutants: $(VENV)/mutants.done
 	$(BIN)/python tests/mutants.py $(ARGS)
 
@@ -61,5 +72,10 @@ $(MXNET)/test.done: pyproject.toml constraints-mxnet.txt
 	$(call into,$(MXNET)) -c constraints-mxnet.txt -e '.[mxnet,mpi,dev-mxnet]' || echo "MXNet cannot be installed here"
 	@mkdir -p $(MXNET) && touch $@
 
+# Packages of others, on top of .venv. samestep takes a folder of this name for installed packages, known by their versions.
+$(WILD)/wild.done: tests/wild/packages.txt
+	$(PYTHON) -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target $(WILD)/site-packages -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(MXNET) build dist src/*.egg-info
+	rm -rf $(VENV) $(MXNET) $(WILD) build dist src/*.egg-info

@@ -38,7 +38,7 @@ from samestep.processes.mpi import MpiWorld
 from samestep.processes.place import find
 from samestep.processes.torch import TorchWorld
 from samestep.training import fit
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 from samestep.training.step import StepAcross
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure
@@ -244,7 +244,7 @@ def await_(what: Callable[[], Any], name: str) -> None:
 
 def befall(how: str, at: int, where: str = "before") -> None:
     """Have something happen to this process in the step after `at` updates."""
-    step_of, compute, added = Group.step, TorchReplica._compute, StepAcross._added
+    step_of, compute, added = Replicas.step, TorchReplica._compute, StepAcross._added
     now, shards, happened = -1, 0, False
 
     def happen() -> None:
@@ -278,14 +278,14 @@ def befall(how: str, at: int, where: str = "before") -> None:
         if now == at and where == "bands" and not self._missing[0]:
             happen()  # the first band is on its way, the others will never come
 
-    Group.step, StepAcross._added = stepping, adding  # type: ignore[method-assign]
+    Replicas.step, StepAcross._added = stepping, adding  # type: ignore[method-assign]
     TorchReplica._compute = computing  # type: ignore[method-assign]
 
 
 def befall_between(at: int) -> None:
     """Stop this process in a swap of the step after `at` updates, when the first of the others has its numbers."""
     kind = TorchWorld if find().meet else MpiWorld
-    swap, step_of = kind.swap, Group.step
+    swap, step_of = kind.swap, Replicas.step
     now = -1
 
     def stepping(self: Any, batch: Any, lr: float, t: int) -> Any:
@@ -302,7 +302,7 @@ def befall_between(at: int) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         return swap(self, sends, receives)
 
-    Group.step, kind.swap = stepping, swapping  # type: ignore[method-assign]
+    Replicas.step, kind.swap = stepping, swapping  # type: ignore[method-assign]
 
 
 class Pausing(nn.Module):

@@ -29,6 +29,12 @@ ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "schedules/test_text.py"]
 OTHERS = ["jax", "tensorflow", "paddle"]
 # Tests that mostly wait for processes they have started: a run of their own, beside the rest.
 PROCESSES = ["processes", "runs/test_verify.py", "chaos"]
+# The references of NumPy would fight for the cores with the tests beside them, and XLA compiles many a program again.
+QUICKER = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,11 @@ class Run:
             *map(str, self.files),
             *(f"--ignore={path}" for path in self.but),
         ]
-        env = os.environ | {"SAMESTEP_TEST_BACKEND": self.backend}
+        env = os.environ | QUICKER | {"SAMESTEP_TEST_BACKEND": self.backend}
         env.pop("CI", None)  # there, pytest takes minutes or hours to spell out how large things differ, also for twins
-        with tempfile.TemporaryFile("w+") as output:  # no pipe: what a test has left behind could hold its end
+        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as output:
+            # a file, no pipe: what a test has left behind could hold its end
+            env["JAX_COMPILATION_CACHE_DIR"] = cache
             process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
             try:
                 process.wait(LIMIT)
@@ -71,12 +79,15 @@ def runs(mxnet: Path | None) -> list[Run]:
     found = [Run("PyTorch, and what needs no framework", but=apart), Run("processes", apart)]
     for name in OTHERS:
         if importlib.util.find_spec(name):
-            found.append(Run(name, [TESTS / "conformance", TESTS / "backends" / f"test_{name}.py"], name))
+            found.append(
+                Run(name, [TESTS / "conformance", TESTS / "wild", TESTS / "backends" / f"test_{name}.py"], name)
+            )
         else:
             print(f"{name}'s tests are skipped: it is not installed")
     if mxnet:
         python = str(mxnet)
-        found.append(Run("MXNet", [TESTS / "conformance", TESTS / "backends" / "test_mxnet.py"], "mxnet", python))
+        files = [TESTS / "conformance", TESTS / "wild", TESTS / "backends" / "test_mxnet.py"]
+        found.append(Run("MXNet", files, "mxnet", python))
     for file in sorted((TESTS / "parity").glob("test_*.py")):
         if "mxnet" not in file.name:
             found.append(Run(file.stem, [file]))

@@ -121,3 +121,8 @@ class WithTorch(Table):
         import torch
 
         return np.full((len(indices), 1), torch.get_num_threads()), Y[indices]
+
+
+def jitter(x: Any, y: Any, rng: np.random.Generator) -> Any:
+    """A transform."""
+    return x + rng.standard_normal(x.shape).astype(np.float32), y

@@ -42,7 +42,7 @@ def test_with_replacement_stays_in_range(seed: int, epoch: int, n: int) -> None:
     assert set(drawn.tolist()) <= set(range(n))
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 def test_every_epoch_and_every_seed_has_an_order_of_its_own(sampling: str) -> None:
     drawn = {tuple(order(seed, epoch, 50, sampling).tolist()) for seed in range(20) for epoch in range(20)}
     assert len(drawn) == 400
@@ -72,7 +72,9 @@ def test_with_replacement_sees_about_63_percent_of_the_examples() -> None:
 def test_an_unknown_sampling_is_refused_with_the_choices() -> None:
     with pytest.raises(Invalid) as error:
         order(0, 0, 10, "bootstrap")
-    assert str(error.value) == "sampling must be one of without_replacement, with_replacement, got 'bootstrap'"
+    assert (
+        str(error.value) == "sampling must be one of without_replacement, with_replacement, in_order, got 'bootstrap'"
+    )
 
 
 # The keys of noise

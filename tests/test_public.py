@@ -18,10 +18,11 @@ PACKAGE = Path(samestep.__file__).parent
 FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
 
 NAMES = [
-    "Data", "Device", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw", "allreduce",
-    "constant", "cosine", "cpu", "device_of", "drops", "exponential", "fashion_mnist", "geometric", "get", "gpu",
-    "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "piecewise", "poly", "put", "replicate", "sgd",
-    "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus", "try_gpu",
+    "Data", "Device", "Group", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw",
+    "allreduce", "constant", "cosine", "cpu", "device_of", "drops", "ema", "exponential", "fashion_mnist", "geometric",
+    "get", "gpu", "group", "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "per_shard",
+    "piecewise", "poly", "put", "replicate", "sgd", "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus",
+    "try_gpu",
 ]  # fmt: skip
 
 
@@ -55,6 +56,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         (lambda: samestep.adam(), "beta1"),
         (lambda: samestep.sgld(), "temperature"),
         (lambda: samestep.swa(2), "start"),
+        (lambda: samestep.ema(), "decay"),
+        (lambda: samestep.group(lr_scale=0.1), "lr_scale"),
         (lambda: samestep.cosine(0.3, 20).warmup(5), "op"),
         (lambda: samestep.gpu(1), "index"),
     ],

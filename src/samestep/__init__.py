@@ -19,39 +19,46 @@ if portable.wanted():  # before a framework computes
     portable.set_up()
 
 __all__ = [  # noqa: F405
-    "Data", "Device", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw", "allreduce",
-    "constant", "cosine", "cpu", "device_of", "drops", "exponential", "fashion_mnist", "geometric", "get", "gpu",
-    "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "piecewise", "poly", "put", "replicate", "sgd",
-    "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus", "try_gpu",
+    "Data", "Device", "Group", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw",
+    "allreduce", "constant", "cosine", "cpu", "device_of", "drops", "ema", "exponential", "fashion_mnist", "geometric",
+    "get", "gpu", "group", "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "per_shard",
+    "piecewise", "poly", "put", "replicate", "sgd", "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus",
+    "try_gpu",
 ]  # fmt: skip
 
 _WHERE = {
     "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
+    "backends.losses": ["per_shard"],
     "data.examples": ["Data"],
     "d2l.fashion": ["fashion_mnist"],
     "devices": ["Device", "cpu", "gpu"],
     "errors": ["SamestepError"],
-    "optimizers.averaging": ["path_average", "swa"],
+    "optimizers.averaging": ["ema", "path_average", "swa"],
+    "optimizers.grouping": ["group"],
     "optimizers.rules": ["adagrad", "adam", "adamw", "sgd", "sgld"],
     "d2l.by_hand": ["allreduce", "replicate", "split_batch"],
     "runs.run": ["Run"],
+    "training.group": ["Group"],
     "training.trainer": ["Trainer"],
 }  # all other names are schedules
 _NAMES = dict.fromkeys(__all__, "schedules") | {name: module for module, names in _WHERE.items() for name in names}
 
 if TYPE_CHECKING:
     from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
+    from samestep.backends.losses import per_shard
     from samestep.d2l.by_hand import allreduce, replicate, split_batch
     from samestep.d2l.fashion import fashion_mnist
     from samestep.data.examples import Data
     from samestep.devices import Device, cpu, gpu
     from samestep.errors import SamestepError
-    from samestep.optimizers.averaging import path_average, swa
+    from samestep.optimizers.averaging import ema, path_average, swa
+    from samestep.optimizers.grouping import group
     from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld
     from samestep.runs.run import Run
     from samestep.schedules.algebra import Schedule
     from samestep.schedules.kinds import *  # noqa: F403
     from samestep.schedules.plateau import Plateau
+    from samestep.training.group import Group
     from samestep.training.trainer import Trainer
 
 

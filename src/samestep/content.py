@@ -39,6 +39,7 @@ SPACES = (types.ModuleType, types.SimpleNamespace, argparse.Namespace)  # of whi
 BESIDES = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__firstlineno__", "__static_attributes__",
            "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__", "__dataclass_params__",
            "__dataclass_fields__", "__match_args__", "__slotnames__"}  # fmt: skip
+OF_A_PROCESS = {"_original_object_hash"}  # transformers' note of Python's hash of texts, another one in every process
 OURS = {*sys.stdlib_module_names, "samestep"}  # what the recipe's own entries say the version of
 PACKAGES = {"site-packages", "dist-packages"}  # folders in which what pip or Debian installed lies
 
@@ -160,6 +161,8 @@ class Content:
             return _hash("global", reduced.encode())
         # A class, what it is made from, its state, and if it is a container what is in it.
         made, arguments, state, *inside = [*reduced, None, None, None][:5]
+        if type(state) is dict:
+            state = {name: value for name, value in state.items() if name not in OF_A_PROCESS}
         items = [list(items) if items is not None else None for items in inside]
         return self._all("object", [made, arguments, state, *items], where)
 

@@ -14,24 +14,26 @@ from numpy.typing import NDArray
 
 from samestep.errors import Invalid
 
-SAMPLINGS = ("without_replacement", "with_replacement")
-_ORDER, _NOISE, _EVALUATION, _LANGEVIN, _CHECK = 1, 2, 3, 4, 5
+SAMPLINGS = ("without_replacement", "with_replacement", "in_order")
+_ORDER, _NOISE, _EVALUATION, _LANGEVIN, _CHECK, _EXAMPLE = 1, 2, 3, 4, 5, 6
 
 
-def _philox(seed: int, purpose: int, index: int) -> np.random.Philox:
-    # The key says which stream, the upper half of the counter where in it: no two (purpose, index) overlap.
-    key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, index, 0], np.uint64)
+def _philox(seed: int, purpose: int, index: int, outer: int = 0) -> np.random.Philox:
+    # The key says which stream, the upper half of the counter where in it: no two (purpose, index, outer) overlap.
+    key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, index, outer], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 
 
 def order(seed: int, epoch: int, n: int, sampling: str = "without_replacement") -> NDArray[np.int64]:
     """The order of n examples in an epoch: a pure function of (seed, epoch).
 
-    Without replacement: the order that sorts n draws of 64 bits. With replacement: n draws, modulo n.
+    Without replacement: the order that sorts n draws of 64 bits. With replacement: n draws, modulo n. In order: 0 to n - 1.
 
     >>> order(0, 0, 5), order(0, 1, 5)
     (array([3, 2, 4, 1, 0]), array([4, 3, 0, 1, 2]))
     """
+    if sampling == "in_order":
+        return np.arange(n, dtype=np.int64)
     draws = _philox(seed, _ORDER, epoch).random_raw(n)
     if sampling == "without_replacement":
         found = np.argsort(draws)
@@ -62,6 +64,15 @@ def keys_from(seed: int, step: int, shards: int) -> Iterator[list[int]]:
 def evaluation_keys(seed: int, shards: int) -> list[int]:
     """The keys of an evaluation, for models that draw random numbers there too: the same in every evaluation."""
     return [key >> 1 for key in _philox(seed, _EVALUATION, 0).random_raw(shards).tolist()]
+
+
+def example(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """What the transform of one example draws from in one epoch, whoever reads it and whenever.
+
+    >>> example(0, 1, 2).integers(1000, size=3)
+    array([167, 806, 431])
+    """
+    return np.random.Generator(_philox(seed, _EXAMPLE, index, epoch))
 
 
 def normal(seed: int, step: int, n: int, dtype: str) -> NDArray[Any]:

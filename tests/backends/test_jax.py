@@ -40,14 +40,14 @@ from samestep.backends.jax.backend import checked
 from samestep.backends.jax.clients import computing
 from samestep.backends.jax.content import _told, content
 from samestep.backends.jax.fingerprint import fingerprint
-from samestep.backends.jax.program import Program, jitted
+from samestep.backends.jax.program import jitted
 from samestep.backends.updaters import Mean
 from samestep.content import Content
 from samestep.data import feed as data
 from samestep.models import jax as models_jax
 from samestep.models.jax import Pair
 from samestep.optimizers import updating
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
 backend = backends_jax.backend
 random = np.random.default_rng(0)
@@ -320,6 +320,28 @@ def test_optax_is_the_same_on_any_number_of_devices():
     assert other.recipe["optimizer"] != runs[0].recipe["optimizer"]
 
 
+def in_groups(rate):
+    """A slower first layer, a frozen bias, and decay of one weight."""
+    kinds = {"slow": optax.sgd(rate * 0.1), "frozen": optax.set_to_zero(), "plain": optax.sgd(rate)}
+    labels = {"dense1.weight": "slow", "dense1.bias": "slow", "dense2.weight": "plain", "dense2.bias": "frozen"}
+    decayed = optax.masked(optax.add_decayed_weights(0.1), {name: name == "dense2.weight" for name in labels})
+    return optax.chain(decayed, optax.multi_transform(kinds, labels))
+
+
+def test_groups_of_optax_are_followed_and_agree_with_samesteps(tmp_path):
+    """multi_transform and masked, with a rate from the schedule and with rates of their own."""
+    slow, decayed, frozen = ss.group(lr_scale=0.1), ss.group(weight_decay=0.1), ss.group(frozen=True)
+    ours = fit(plain(), groups={"dense1.*": slow, "*.weight": decayed, "*": frozen}, schedule=0.05).weights()
+    theirs = fit(plain(), optimizer=in_groups, schedule=0.05, run_dir=tmp_path, max_epochs=1)
+    theirs = fit(plain(), optimizer=in_groups, schedule=0.05, run_dir=tmp_path, devices=2)
+    assert theirs.resumed
+    for run in (theirs, fit(plain(), optimizer=in_groups(0.05))):
+        for name, start in plain().params.items():
+            moved = np.abs(ours[name] - start).max()
+            assert (moved == 0) == (name == "dense2.bias")
+            np.testing.assert_allclose(run.weights()[name], ours[name], atol=1e-4 * moved)
+
+
 # Devices
 
 
@@ -503,7 +525,7 @@ def test_compiled_updates_keep_the_numbers_of_the_host_in_float64(optimizer):
 
 def copies_of_the_examples(devices, monkeypatch):
     """How many arrays as large as all examples there are on the client of a run, at most, while it lasts."""
-    seen, make = [], Group.step
+    seen, make = [], Replicas.step
 
     def watched(self, *rest):
         client = self.replicas[0].parameters.devices().pop().client
@@ -512,7 +534,7 @@ def copies_of_the_examples(devices, monkeypatch):
         return make(self, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Group, "step", watched)
+        patch.setattr(Replicas, "step", watched)
         fit(line(10), devices=devices)
     return max(seen)
 
@@ -535,7 +557,7 @@ VIRTUAL = """
 import jax, numpy as np, samestep as ss
 from samestep.backends import find
 from samestep.models.jax import mlp
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 assert list(map(str, find.load("jax").devices())) == ["cpu", "cpu:1", "cpu:2", "cpu:3"]
 array = ss.put(np.arange(3, dtype=np.float32), "cpu:2", backend="jax")
 assert array.devices() == {jax.devices("cpu")[2]} and ss.device_of(array) == ss.Device("cpu", 2)
@@ -545,13 +567,13 @@ assert ss.get(array).tolist() == [0, 1, 2]
 assert ss.device_of(copy) == ss.Device("cpu", 3) and ss.get(copy).tolist() == [0, 1, 2]
 r = np.random.default_rng(0)
 x, y = r.random((64, 784), dtype=np.float32), r.integers(0, 10, 64)
-make = Group.__init__
+make = Replicas.__init__
 def init(made, *given):
     make(made, *given)
     places = {replica.parameters.devices().pop() for replica in made.replicas}
     assert len(places) == len({str(replica.device) for replica in made.replicas})
     assert [ss.device_of(replica.parameters) for replica in made.replicas] == [replica.device for replica in made.replicas]
-Group.__init__ = init
+Replicas.__init__ = init
 for devices in ("cpu", ["cpu:0", "cpu:1", "cpu:2", "cpu:3"], 3, ["cpu:3"]):
     run = ss.Trainer(max_epochs=2, batch_size=32, devices=devices, progress=False).fit(mlp((784, 32, 10), 0), (x, y))
     assert run.model.params["dense1.weight"].devices() == {jax.devices("cpu")[3 if devices == ["cpu:3"] else 0]}
@@ -814,7 +836,7 @@ def test_the_thread_that_exchanges_with_other_processes_has_the_modes_too():
             return threads.submit(lambda: str(backend.put(np.array([1 / 3]), ss.cpu()).dtype)).result()
 
     with jax.enable_x64(True), backend.session([ss.cpu()], deterministic=True, threads=1):
-        assert kind(Group.sender.func(SimpleNamespace(backend=backend))) == "float64"
+        assert kind(Replicas.sender.func(SimpleNamespace(backend=backend))) == "float64"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert kind(ThreadPoolExecutor(1)) == "float32"  # as it was: half of the bits are lost
@@ -1045,20 +1067,17 @@ def test_what_a_program_computes_is_compiled_and_on_a_gpu_in_one_order(monkeypat
     assert made == [{"compiler_options": options, "inline": True}, {"compiler_options": None, "inline": True}]
 
 
-def test_cross_entropy_of_a_gpu_is_that_of_the_backend(monkeypatch):
-    """It takes no single scores, and only where the loss is the usual one. In whole numbers any order gives the same sum."""
+def test_cross_entropy_takes_no_single_scores_on_a_gpu(monkeypatch):
+    """In whole numbers any order gives the same sum."""
     monkeypatch.setattr(jax.nn, "log_softmax", lambda output: -output)
     output = jnp.asarray([[[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 3.0], [9.0, 5.0, 7.0, 6.0]]])
-    y, other = jnp.asarray([[2, 0, 3]]), SimpleNamespace(sum_of_losses=lambda loss, output, y: "the backend's")
-
-    def found(loss, kind):
-        return Program.sum_of_losses(SimpleNamespace(loss=loss, kind=kind, backend=other), output, y)
-
-    assert found(None, "cpu") == found(max, "cpu") == found(max, "cuda") == "the backend's"
-    assert found(None, "cuda") == backend.cross_entropy(output, y) == 4 + 16 + 6
-    rows = SimpleNamespace(sum=lambda axis: jnp.asarray([axis, 8 * axis]))  # of scores: the sum of each, then of all
-    monkeypatch.setattr(jnp, "where", lambda *_: rows)
-    assert found(None, "cuda") == 1 + 8
+    y = jnp.asarray([[2, 0, 3]])
+    assert backend.cross_entropy(output, y) == 4 + 16 + 6
+    assert [int(part) for part in backend.by_position(output, y.at[0, 1].set(-100))] == [4 + 6, 2]
+    monkeypatch.setattr(backend, "_run_on_gpu", True)
+    monkeypatch.setattr(jnp, "take_along_axis", None)
+    assert backend.cross_entropy(output, y) == 4 + 16 + 6
+    assert [int(part) for part in backend.by_position(output, y.at[0, 1].set(-100))] == [4 + 6, 2]
 
 
 def test_what_cannot_be_a_replica():
@@ -1283,7 +1302,7 @@ def test_a_linen_module_is_drawn_from_seed_0_and_writes_its_state_in_training_al
         adapter, params, state = adapt(module, backend._made)
         assert (float(params["w"]), float(state["counts"]["calls"])) == (float(variables["params"]["w"]), 1.0)
         for train in (False, True):
-            _, new = adapter(params, state, x, key, train)
+            _, new = adapter(params, state, ([x], {}), key, train)
             assert float(new["counts"]["calls"]) == (3.0 if train else 1.0)
         bound = module.bind(variables)
         backend.probe(bound, None, np.ones((1, 3), np.float32), np.zeros(1, np.int32))
@@ -1312,7 +1331,7 @@ class Streams(nnx.Module):
 def test_every_stream_of_an_nnx_module_has_a_key_of_its_own():
     adapter, params, state = adapt(Streams(), {})
     key = jax.random.key(5)
-    (one, many, training), new = adapter(params, state, jnp.ones(2), key, True)
+    (one, many, training), new = adapter(params, state, ([jnp.ones(2)], {}), key, True)
     assert training
     assert [leaf.tolist() for leaf in jax.tree.leaves([state, new])] == [[0.0] * 3, [1.0] * 3]  # state as it was
     leaves = jax.tree.leaves(adapter.streams)

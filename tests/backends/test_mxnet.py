@@ -797,6 +797,12 @@ def test_bad_optimizers():
     inside = functools.partial(mx.optimizer.SGD, lr_scheduler=mx.lr_scheduler.FactorScheduler(2))
     with pytest.raises(ss.SamestepError, match="has a scheduler inside .FactorScheduler."):
         fit(dense(), x=SMALL, optimizer=inside)
+    mult = mx.optimizer.SGD()
+    mult.set_lr_mult({"0.weight": 0.5})
+    with pytest.raises(
+        ss.SamestepError, match="^in Gluon, set_lr_mult .* of an optimizer have no effect: set them on parameters$"
+    ):
+        fit(dense(), x=SMALL, optimizer=mult)
     with pytest.raises(ss.SamestepError, match="must be an mxnet.optimizer.Optimizer"):
         fit(dense(), x=SMALL, optimizer=lambda: 3)
     with pytest.raises(ss.SamestepError, match="mxnet has no 'nothing', only adadelta, adagrad, adam, "):

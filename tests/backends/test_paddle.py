@@ -31,6 +31,7 @@ from samestep.backends.noise import ALONE, APART, FREE
 from samestep.backends.paddle.backend import backend
 from samestep.backends.paddle.exact import REFUSED, check_optimizer, exact
 from samestep.backends.paddle.flat import Flat, numpy_view
+from samestep.backends.paddle.losses import weighted
 from samestep.backends.paddle.noise import GENERATOR, PaddleNoise, state
 from samestep.backends.paddle.updater import PaddleUpdater
 from samestep.content import Content
@@ -477,14 +478,11 @@ def test_compiled_layers_have_the_bits_of_the_suite(name):
 
 def test_losses_of_examples_their_mean_and_their_sum_agree():
     each = functools.partial(F.cross_entropy, reduction="none")
-    losses = [
-        None,
-        each,
-        F.cross_entropy,
-        nn.CrossEntropyLoss(reduction="sum"),
-        lambda o, y: each(o, y).reshape([-1, 1]),
-    ]
-    runs = [fit(dense(), x=SMALL, loss=loss) for loss in losses]
+    whole = nn.CrossEntropyLoss(reduction="sum")
+    losses = [None, each, F.cross_entropy, whole, lambda o, y: each(o, y).reshape([-1, 1])]
+    rates = [0.1 / (16 if loss is whole else 1) for loss in losses]
+    runs = [fit(dense(), SMALL[:32], Y[:32], loss=loss, schedule=rate, batch_size=16)
+            for loss, rate in zip(losses, rates, strict=True)]  # fmt: skip
     for run in runs[1:]:
         for name, weight in run.weights().items():
             np.testing.assert_allclose(weight, runs[0].weights()[name], atol=1e-6)
@@ -686,6 +684,18 @@ def test_the_schedule_sets_the_rate():
     for name, weight in ours.weights().items():
         np.testing.assert_allclose(run.weights()[name], weight, atol=1e-6)
     assert fit(dense(), x=SMALL, optimizer=functools.partial(paddle.optimizer.SGD, 0.25)).history[0]["lr"] == 0.25
+
+
+def test_groups_keep_their_ratio_to_the_schedule():
+    slow = {"params": [2, 3], "learning_rate": 0.5}
+    make = lambda p: paddle.optimizer.SGD(0.7, parameters=[{"params": p[:2]}, slow | {"params": p[2:]}])  # noqa: E731
+    run = fit(dense(), x=SMALL, optimizer=make, schedule=ss.poly(0.2, 6))
+    last = max(run.weights())[0]  # the second layer
+    ours = fit(dense(), x=SMALL, groups={f"{last}.*": ss.group(lr_scale=0.5)}, schedule=ss.poly(0.2, 6)).weights()
+    plain = fit(dense(), x=SMALL, schedule=ss.poly(0.2, 6)).weights()
+    for name, weight in ours.items():
+        np.testing.assert_allclose(run.weights()[name], weight, atol=1e-6)
+        assert np.abs(plain[name] - weight).max() > 1e-4
 
 
 def test_bad_optimizers():
@@ -1165,3 +1175,54 @@ def test_a_hidden_buffer_that_would_come_back_as_another_type_is_refused():
     model.register_buffer("t", paddle.ones([2]).astype("float8_e4m3fn"), persistable=False)
     with pytest.raises(ss.SamestepError, match="t is of type float8_e4m3fn, which NumPy does not know: convert it"):
         fit(model, x=SMALL)
+
+
+def over_weights():
+    """Losses, scores and labels: all that Paddle's own mean may be over."""
+    random = np.random.default_rng(0)
+    scores, counts = paddle.to_tensor(random.normal(size=(6, 3, 5))), paddle.to_tensor([0.5, 2, 1, 3, 0.25], "float64")
+    labels, chances = random.integers(0, 5, (6, 3)), paddle.to_tensor(random.dirichlet(np.ones(5), (6, 3)))
+    labels[0] = 2
+    y, some = paddle.to_tensor(labels), paddle.to_tensor(np.where(random.random((6, 3)) < 0.5, -100, labels))
+    layer, function = nn.CrossEntropyLoss, functools.partial(F.cross_entropy, weight=counts, ignore_index=2)
+    return {
+        "all": (F.cross_entropy, scores, y, False),
+        "below zero": (layer(), scores, some, False),  # Paddle divides by all of them
+        "ignored": (layer(ignore_index=2), scores, y, True),
+        "classes": (layer(weight=counts), scores, some, True),
+        "classes, one ignored": (function, scores, y, True),
+        "classes at 1": (layer(weight=counts, axis=1), scores.transpose([0, 2, 1]), y.unsqueeze(1), True),
+        "a place for the class": (layer(weight=counts), scores, y.unsqueeze(-1), True),
+        "chances": (layer(soft_label=True), scores, chances, False),
+        "chances, classes": (layer(soft_label=True, weight=counts), scores, chances, True),
+        "smoothed": (layer(label_smoothing=0.1), scores, y, False),
+        "smoothed, classes": (layer(label_smoothing=0.1, weight=counts), scores, y, True),
+        "logs": (nn.NLLLoss(weight=counts, ignore_index=2), F.log_softmax(scores[:, 0]), y[:, 0], True),
+        "a sum": (nn.NLLLoss(reduction="sum"), F.log_softmax(scores[:, 0]), y[:, 0], None),
+        "none": (layer(reduction="none", weight=counts), scores, y, None),
+        "another": (lambda output, y: F.cross_entropy(output, y), scores, y, False),
+    }
+
+
+def test_losses_over_a_weight_are_paddles_own_mean():
+    for name, (loss, output, y, over) in over_weights().items():
+        parts = [weighted(loss, output[lo:hi], y[lo:hi]) for lo, hi in ((0, 1), (1, 3), (3, 6))]
+        assert [part is not None for part in parts] == [bool(over)] * 3, name
+        if over is None:
+            continue
+        if over:
+            total, weight = (float(sum(column)) for column in zip(*parts, strict=True))
+        else:  # a mean over the examples
+            total, weight = (
+                sum((hi - lo) * float(loss(output[lo:hi], y[lo:hi])) for lo, hi in ((0, 1), (1, 3), (3, 6))),
+                6,
+            )
+        assert abs(total / weight - float(loss(output, y))) < 1e-14, name
+
+
+def test_a_number_is_not_rounded_to_half_precision():
+    for value in (0.1, paddle.to_tensor([0.1], "float64"), 257):
+        for kind, wide in (("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")):
+            number = backend.number(value, paddle.zeros([], kind))
+            assert (str(number.dtype), number.shape) == (f"paddle.{wide}", [])
+            assert float(number) == np.dtype(wide).type(257 if value == 257 else 0.1)

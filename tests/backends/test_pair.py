@@ -40,9 +40,9 @@ def test_what_is_no_pair() -> None:
 @pytest.mark.parametrize("train", [True, False])
 def test_a_function_is_given_what_it_names(train: bool) -> None:
     key = "key" if train else None
-    assert call(lambda w, x, key: (w, x, key), 1, None, 2, "key", train) == ((1, 2, key), None)
-    assert call(lambda w, x, train: (w, x, train), 1, None, 2, "key", train) == ((1, 2, train), None)
-    assert call(lambda w, s, x: ((w, x), s + 1), 1, 5, 2, "key", train) == ((1, 2), 6)
+    assert call(lambda w, x, key: (w, x, key), 1, None, ([2], {}), "key", train) == ((1, 2, key), None)
+    assert call(lambda w, x, train: (w, x, train), 1, None, ([], {"x": 2}), "key", train) == ((1, 2, train), None)
+    assert call(lambda w, s, x, y: ((w, x, y), s + 1), 1, 5, ([2, 3], {}), "key", train) == ((1, 2, 3), 6)
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -22,10 +22,11 @@ import samestep as ss
 from samestep import draws, fingerprint, models
 from samestep import portable as switch
 from samestep.backends import eigen, names, symbols
+from samestep.backends.losses import Measure
 from samestep.backends.tensorflow import adapters, graph, numerics, program, replica, updater
 from samestep.backends.tensorflow import backend as backend_module
 from samestep.models import tensorflow as models_tensorflow
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
 backend = backend_module.backend
 random = np.random.default_rng(0)
@@ -559,8 +560,9 @@ def test_losses_of_examples_and_their_mean_agree():
         return tf.nn.sparse_softmax_cross_entropy_with_logits(y, output)
 
     whole = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    losses = (None, each, lambda o, y: tf.reduce_mean(each(o, y)), whole)
-    runs = [fit(models_tensorflow.lenet_modern(), loss=loss) for loss in losses]
+    losses = {None: 0.1, each: 0.1, (lambda o, y: tf.reduce_mean(each(o, y))): 0.1, whole: 0.1 / 16}
+    runs = [fit(models_tensorflow.lenet_modern(), X[:32], Y[:32], loss=loss, schedule=rate, batch_size=16)
+            for loss, rate in losses.items()]  # fmt: skip
     for run in runs[1:]:
         for name, weight in run.weights().items():
             np.testing.assert_allclose(weight, runs[0].weights()[name], atol=1e-6)
@@ -762,6 +764,28 @@ def test_what_a_copy_of_an_optimizer_of_keras_would_lack_is_refused():
     fit(line(), optimizer=Counting())  # the twin: the copy is the same
 
 
+def test_weights_that_an_optimizer_of_keras_leaves_out_of_decay():
+    """The nearest that Keras has to groups of parameters; after one step."""
+
+    def excluding(variables):
+        made = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+        made.exclude_from_weight_decay(var_names=["bias"])
+        return made
+
+    def weights(optimizer):
+        model = models_tensorflow.mlp((784, 16, 10))
+        start = {name: np.ones_like(variable) for name, variable in model.w.items()}
+        trainer = ss.Trainer(1, len(X), optimizer=optimizer, progress=False, devices="cpu")
+        return trainer.fit(model, (X, Y), weights=start).weights()
+
+    found, all_of_them = weights(excluding), weights(lambda _: keras.optimizers.AdamW(0.01, weight_decay=0.5))
+    none = weights(lambda _: keras.optimizers.Adam(0.01))
+    for name in found:
+        same, other = (none, all_of_them) if name.endswith("bias") else (all_of_them, none)
+        assert (found[name] == same[name]).all()
+        assert (found[name] != other[name]).any()
+
+
 def test_constraints_are_applied_by_keras_and_refused_by_samesteps_optimizers():
     def limited(constraint=None):
         rule = keras.constraints.MaxNorm(0.05) if constraint else None
@@ -789,7 +813,7 @@ def test_constraints_are_applied_by_keras_and_refused_by_samesteps_optimizers():
 def test_killed_and_resumed_on_another_number_of_devices(optimizer, tmp_path, monkeypatch):
     settings = {"optimizer": optimizer, "schedule": 0.01, "average": ss.swa(1)}
     whole = fit(Own(), devices=2, **settings)
-    step, seen = Group.step, []
+    step, seen = Replicas.step, []
 
     def dying(self, *rest):
         seen.append(rest)
@@ -797,10 +821,10 @@ def test_killed_and_resumed_on_another_number_of_devices(optimizer, tmp_path, mo
             raise KeyboardInterrupt
         return step(self, *rest)
 
-    monkeypatch.setattr(Group, "step", dying)
+    monkeypatch.setattr(Replicas, "step", dying)
     with pytest.raises(KeyboardInterrupt):
         fit(Own(), devices=3, run_dir=tmp_path / "run", checkpoint_every=2, **settings)
-    monkeypatch.setattr(Group, "step", step)
+    monkeypatch.setattr(Replicas, "step", step)
     rest = fit(Own(), devices=1, run_dir=tmp_path / "run", checkpoint_every=2, **settings)
     assert rest.resumed == 4
     assert rest.fingerprints == whole.fingerprints
@@ -1204,3 +1228,111 @@ def test_state_of_other_types_is_refused(dtype, start):
         ss.SamestepError, match=f"s is of type {dtype}: state must be of real or whole numbers, or true"
     ):
         fit(Holding(dtype, start, False))
+
+
+# tf.data
+
+
+def doubled(x, y):
+    return 2 * x, y
+
+
+def test_a_dataset_that_can_be_indexed_gives_what_its_arrays_give():
+    given = tf.data.Dataset.from_tensor_slices((X / 2, Y)).map(doubled).cache().prefetch(2)
+    run, plain = [fit_data(data) for data in (ss.Data(given), (X, Y))]
+    assert run.fingerprint == plain.fingerprint != run.recipe["initial"]
+    assert {"train", "doubled()"} <= run.recipe["code"].keys()
+    x, y = ss.Data(tf.data.Dataset.from_tensor_slices({"a": X, "b": Y})).train.read(np.array([7, 3]))
+    assert y is x
+    assert (x["a"].tolist(), x["b"].tolist()) == (X[[7, 3]].tolist(), Y[[7, 3]].tolist())
+
+
+def fit_data(data):
+    settings = {"max_epochs": 1, "batch_size": 32, "devices": 2, "progress": False}
+    return ss.Trainer(**settings).fit(models_tensorflow.lenet_modern(), data)
+
+
+def test_a_dataset_that_cannot_be_indexed_is_refused():
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    drawn = tf.data.Dataset.from_generator(lambda: iter(X), output_signature=tf.TensorSpec((1, 28, 28), tf.float32))
+    known = drawn.apply(tf.data.experimental.assert_cardinality(90))
+    cannot = "train: TensorFlow cannot index this tf.data.Dataset ({}): pass arrays or a source"
+    lines = {
+        "train: pass the tf.data.Dataset from before shuffle(): the Trainer draws the order": rows.shuffle(9).prefetch(
+            1
+        ),
+        "train: pass the tf.data.Dataset from before batch(): the Trainer cuts batches": rows.batch(9),
+        cannot.format("its length is not known"): drawn,
+        cannot.format("it has no elements by index"): known,
+    }
+    for line, given in lines.items():
+        with pytest.raises(TypeError) as caught:
+            ss.Data(given).train.read(np.arange(2))
+        assert str(caught.value) == line
+
+
+def test_losses_over_a_weight_are_those_of_keras(in_float64):
+    """Masks of layers, ignored classes and weights of examples: parts add up to the loss of the whole."""
+    random = np.random.default_rng(0)
+    ids, labels, each, one = (
+        random.integers(0, 4, (6, 3)),
+        random.integers(0, 5, (6, 3)),
+        random.random((6, 3)),
+        random.random((6, 1)),
+    )
+    ids[2], some = 0, np.where(random.random((6, 3)) < 0.5, -1, labels)
+    masked = keras.Sequential([keras.layers.Embedding(4, 4, mask_zero=True), keras.layers.Dense(5)])
+    plain = keras.Sequential([keras.layers.Embedding(4, 4), masked.layers[1]])
+    masked(ids)
+    plain(ids)
+    plain.layers[0].set_weights(masked.layers[0].get_weights())
+    usual = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
+    by_weight = usual(reduction="mean_with_sample_weight")
+    usual_but_one, whole = usual(ignore_class=-1), usual(reduction="sum")
+    cases = [
+        (usual(), masked, labels, None), (usual_but_one, plain, some, None), (usual_but_one, masked, some, None),
+        (usual(), masked, labels, each), (usual_but_one, masked, some, each), (by_weight, plain, labels, each),
+        (by_weight, plain, labels, one), (by_weight, masked, labels, each), (by_weight, masked, labels, None),
+        (usual(), plain, labels, each), (whole, plain, labels, each), (whole, masked, labels, None),
+        (keras.losses.MeanSquaredError(), masked, random.normal(size=(6, 3, 5)), None),
+    ]  # fmt: skip
+    for i, (loss, model, y, weights) in enumerate(cases):
+        totals, kind = [], "sum" if loss.reduction == "sum" else "mean"
+        for part in (slice(0, 1), slice(1, 3), slice(3, 6)):
+            given = y[part] if weights is None else (y[part], weights[part])
+            totals.append(backend_module.backend.loss_of(Measure(loss, kind), model(ids[part]), given))
+        total, weight = sum(float(one) for one, _ in totals), [other for _, other in totals]
+        over = {"sum": 1, "mean": 6}[kind] if weight[0] is None else sum(map(float, weight))
+        assert abs(total / over - float(loss(y, model(ids), sample_weight=weights))) < 1e-14, i
+        assert (weight[0] is not None) == (i < 9 or i == 12)
+
+
+class Doubled(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 2 * super().__call__(y_true, y_pred, sample_weight)
+
+
+def test_what_is_not_a_usual_loss_of_keras_is_called_as_it_is():
+    output, y = tf.constant([[1.0], [3.0]]), tf.constant([[0.0], [0.0]])
+    assert backend_module.backend.loss_of(Measure(Doubled()), output, y) == (20.0, None)
+    assert backend_module.backend.loss_of(Measure(keras.losses.mean_squared_error), output, y) == (10.0, None)
+    assert backend_module.backend.loss_of(Measure(keras.losses.MeanSquaredError(reduction=None)), output, y) == (
+        10.0,
+        None,
+    )
+
+
+def test_a_number_is_not_rounded_to_half_precision():
+    for value in (0.1, tf.constant([0.1], tf.float64), 257):
+        for kind, wide in ((tf.bfloat16, tf.float32), (tf.float32, tf.float32), (tf.float64, tf.float64)):
+            number = backend_module.backend.number(value, tf.zeros((), kind))
+            assert (number.dtype, number.shape) == (wide, ())
+            assert number.numpy() == wide.as_numpy_dtype(257 if isinstance(value, int) else 0.1)
+
+
+@pytest.fixture
+def in_float64():
+    before = keras.backend.floatx()
+    keras.backend.set_floatx("float64")
+    yield
+    keras.backend.set_floatx(before)

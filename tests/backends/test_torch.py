@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 import samestep as ss
 from samestep import draws
 from samestep.backends.find import load
+from samestep.backends.losses import Measure
 from samestep.backends.torch import recorder
 from samestep.backends.torch.recorder import Recorder, keeps_state
 from samestep.backends.torch.scheduler import read_all
@@ -184,6 +185,77 @@ def test_the_gradient_is_clipped_before_torch_sees_it():
     run = trainer(optimizer=torch.optim.SGD, **settings).fit(net(), numbers())
     moved = [run.weights()[name] - values.numpy() for name, values in net().state_dict().items()]
     assert np.sqrt(sum((change**2).sum() for change in moved)) == pytest.approx(0.01, rel=ROUNDING)
+
+
+def two_rates(parameters, first=0.3, second=0.1):
+    head, *rest = parameters
+    return torch.optim.AdamW([{"params": rest, "lr": first}, {"params": [head], "lr": second}], weight_decay=0.1)
+
+
+@pytest.mark.parametrize("second", [0.1, 0.0, 0.3])
+def test_groups_with_different_rates_keep_their_ratio(second):
+    """Without a schedule their own rates; with one, the first group's is that of the schedule."""
+    make = functools.partial(two_rates, second=second)
+    model = net()
+    optimizer = make(model.parameters())
+    run = trainer(optimizer=optimizer).fit(model, numbers())
+    suite.same(run, trainer(optimizer=make, devices=1).fit(net(), numbers()))
+    assert [row["lr"] for row in run.history] == [0.3, 0.3]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.3, second]
+    expected = loop(model, optimizer)
+    for name, values in expected.state_dict().items():
+        np.testing.assert_allclose(run.weights()[name], values.numpy(), rtol=ROUNDING, atol=ROUNDING)
+    model = net()
+    optimizer = make(model.parameters())
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    run = trainer(optimizer=make, schedule=lambda t: 0.3 / (1 + t)).fit(net(), numbers())
+    for name, values in loop(model, optimizer).state_dict().items():
+        np.testing.assert_allclose(run.weights()[name], values.numpy(), rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_the_rates_of_groups_are_rounded_as_those_of_the_schedule_are():
+    replica = load("torch").replica(net(torch.float32), None, Device("cpu", 0), 2)
+    updater = TorchUpdater(two_rates, replica, 0.0)
+    gradient, own = torch.zeros_like(replica.parameters), float(np.float32(0.3))
+    for lr, expected in ((own, 0.1), (0.5, 0.5 * (0.1 / 0.3))):
+        updater.apply(gradient, lr, 0)
+        assert [group["lr"] for group in updater.optimizer.param_groups] == [lr, float(np.float32(expected))]
+    updater.moved = [[{"lr": 0.5}, {"lr": 0.7}]]
+    updater.apply(gradient, 0.5, 0)
+    assert [group["lr"] for group in updater.optimizer.param_groups] == [0.5, float(np.float32(0.7))]
+
+
+RATES = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 1 / (1 + t), lambda t: 0.9**t]),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.3, 0.1], 8),
+    "equal at first": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 1.0, lambda t: 3.0 / (1 + t)]),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_scheduler_with_a_rate_for_each_group_is_followed(name, tmp_path):
+    def trained(**settings):
+        model = net()
+        optimizer = two_rates(model.parameters())
+        return trainer(optimizer=optimizer, schedule=RATES[name](optimizer), **settings).fit(model, numbers())
+
+    model = net()
+    optimizer = two_rates(model.parameters())
+    scheduler = RATES[name](optimizer)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    run, plain = trained(), loop(model, optimizer)
+    agree(run, plain)
+    trained(devices=1, max_epochs=1, run_dir=tmp_path)
+    resumed = trained(devices=2, run_dir=tmp_path)
+    assert resumed.resumed == 4
+    suite.same(run, resumed)
+    for other, message in (
+        (ss.adamw(), "^read: all parameter groups must have one rate, .*, Trainer"),
+        (torch.optim.AdamW, "of another optimizer than the one that trains .AdamW., which has other groups"),
+    ):
+        with pytest.raises(Invalid, match=message):
+            trainer(optimizer=other, schedule=RATES[name](two_rates(net().parameters()))).fit(net(), numbers())
 
 
 def adam_in_groups(parameters):
@@ -469,10 +541,7 @@ def test_the_recipe_tells_class_and_settings():
     )
 
 
-DIFFERENT = (
-    "the optimizer has groups with different rates (0.1, 0.2), and the Trainer sets one rate for all: "
-    "give every group the same"
-)
+NO_RATIO = "the optimizer's first group has rate 0, and the schedule sets that: put another group first"
 HOOKS = (
     "the optimizer has hooks, which a replica's copy of it would not have: pass a function that makes the optimizer from "
     "parameters and adds them"
@@ -480,9 +549,8 @@ HOOKS = (
 FOREIGN = "the optimizer has parameters that are not parameters of the model to be trained"
 
 
-def two_rates(parameters):
-    first, *rest = parameters
-    return torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": rest, "lr": 0.1}])
+def no_first_rate(parameters):
+    return two_rates(parameters, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -493,10 +561,10 @@ def two_rates(parameters):
         (lambda parameters: ss.sgd(), WrongType, "optimizer(parameters) must give a torch.optim.Optimizer, got SGD"),
         (torch.optim.LBFGS, WrongType,
          "LBFGS computes the loss several times in an update, which a fit does not: use another"),
-        (two_rates, Invalid, DIFFERENT),
+        (no_first_rate, Invalid, NO_RATIO),
         (lambda parameters: torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
     ],
-    ids=["None", "list", "samestep's", "LBFGS", "two rates", "another model's"],
+    ids=["None", "list", "samestep's", "LBFGS", "no first rate", "another model's"],
 )  # fmt: skip
 @pytest.mark.parametrize("schedule", [None, 0.1], ids=["own rate", "schedule"])
 def test_factories_that_cannot_be_used(optimizer, kind, message, schedule, tmp_path):
@@ -517,7 +585,7 @@ def test_optimizers_that_cannot_be_used(schedule):
     for optimizer, kind, message in (
         (torch.optim.SGD(net().parameters()), Invalid, FOREIGN),
         (torch.optim.SGD([*mine, nn.Parameter(torch.zeros(1))]), Invalid, FOREIGN),
-        (two_rates(mine), Invalid, DIFFERENT),
+        (no_first_rate(mine), Invalid, NO_RATIO),
         (torch.optim.LBFGS(mine), WrongType, "LBFGS computes the loss several times in an update, "
          "which a fit does not: use another"),
         (torch.optim.lr_scheduler.StepLR(torch.optim.SGD(mine), 2), WrongType,
@@ -567,7 +635,9 @@ def test_any_state_of_an_optimizer_is_copied(own):
 def test_of_several_losses_per_example_the_mean_counts():
     value = torch.tensor([[1.0, 2.0, 6.0], [4.0, 5.0, 9.0]])
     for given in (value, value.reshape(2, 3, 1)):
-        assert load("torch").sum_of_losses(lambda output, y, given=given: given, None, torch.zeros(2)).item() == 9.0
+        assert (
+            load("torch").loss_of(Measure(lambda output, y, given=given: given), None, torch.zeros(2))[0].item() == 9.0
+        )
 
 
 def test_tensors_on_two_devices_are_one_line():

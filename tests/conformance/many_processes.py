@@ -1,8 +1,8 @@
 """What one of several processes does in test_many_processes.py: `many_processes.py FOLDER DEVICE [RUN]`.
 
-It fits the models on one device and on two; then once more as a broken twin would; then it goes on with a run, in which the
-last process is killed at the step after. What a process saw is left in FOLDER/rank-R.json. One start does all this, as
-some frameworks take long to start.
+It fits the models on one device and on two, makes steps in a loop of its own, and fine-tunes; then it fits once more as a
+broken twin would; then it goes on with a run, in which the last process is killed at the step after. What a process saw is
+left in FOLDER/rank-R.json. One start does all this, as some frameworks take long to start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from samestep.fingerprint import of_weights
 from samestep.processes.exchange import Across
 from samestep.processes.place import find
 from samestep.runs.checkpoint import path_of
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
 
 @functools.cache  # what was compiled for a function is found again
@@ -110,6 +110,27 @@ def outcome(run: ss.Run) -> dict:
     return json.loads(json.dumps(whole))
 
 
+def own_loop(devices: list[str]) -> list[str]:
+    """What two steps of a Group give."""
+    x, y = suite.data(MODELS[0], 12).train.read(np.arange(12))
+    group = ss.Group(getattr(suite.zoo, MODELS[0])(), devices=devices, optimizer=ss.adam(), seed=3)
+    return [*(group.step(x[i : i + 5], y[i : i + 5], lr=0.01).fingerprint for i in (0, 5)), group.fingerprint]
+
+
+def fine_tuned(devices: list[str]) -> dict:
+    """A fit with augmented examples, starting weights, groups and a moving average."""
+    (x, y), model = suite.data(MODELS[0], 12).train.read(np.arange(12)), getattr(suite.zoo, MODELS[0])
+    settings = {"groups": {"*": ss.group(lr_scale=0.5)}, "average": ss.ema(0.5), "gradient_clip_val": 0.01}
+    trainer = ss.Trainer(1, 5, devices=devices, progress=False, gradient_clip_algorithm="value", **settings)
+    start = {name: tensor + 0.01 for name, tensor in fit(MODELS[0], devices).weights().items()}
+    run = trainer.fit(model(), ss.Data((x, y), transform=shifted), weights=start)
+    return {**outcome(run), "average": of_weights(run.average)}
+
+
+def shifted(x, y, rng):
+    return np.roll(x, int(rng.integers(28)), -1), y
+
+
 def losing_a_part(self, parts, *rest):
     """Twin of `Across.sum`: what the last process holds does not reach the others."""
     if self.world.rank == self.world.size - 1:
@@ -122,7 +143,7 @@ sum_up = Across.sum
 
 def killed_after(steps: int, run: Path) -> None:
     """Kill the last process when so many steps have been made, and rank 0 has written their checkpoint."""
-    go_on = Group.step
+    go_on = Replicas.step
 
     def stepping(self, batch, lr, t):
         if t == steps and self.world.rank == self.world.size - 1:
@@ -132,7 +153,7 @@ def killed_after(steps: int, run: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return go_on(self, batch, lr, t)
 
-    Group.step = stepping
+    Replicas.step = stepping
 
 
 def main(folder: str, device: str, run: str = "") -> None:
@@ -145,6 +166,7 @@ def main(folder: str, device: str, run: str = "") -> None:
         for count in (1, 2):
             result = fit(name, [device] * count)
             seen[f"{name} on {count}"] = outcome(result) | {"devices": result.devices}
+    seen["own loop"], seen["fine-tuned"] = own_loop([device]), fine_tuned([device])
     Across.sum = losing_a_part
     seen["twin"] = outcome(fit(MODELS[0], [device]))
     Across.sum = sum_up

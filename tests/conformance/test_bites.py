@@ -11,7 +11,7 @@ from samestep.processes import exchange as exchanging
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass
 from samestep.training import fit as fitting
-from samestep.training import group as grouping
+from samestep.training import replicas as grouping
 from samestep.training import step as stepping
 
 Replica = suite.zoo.Replica
@@ -54,14 +54,14 @@ def sum_in_device_order(monkeypatch):
 
 def watched_groups(monkeypatch, touch=lambda group: None):
     """How many devices the current run has, for twins that need to know; `touch` is called with each new group."""
-    make, seen = grouping.Group.__init__, {}
+    make, seen = grouping.Replicas.__init__, {}
 
-    def init(self, settings, backend, model, devices, world):
+    def init(self, settings, backend, model, measure, devices, world):
         seen["devices"] = len(devices)
-        make(self, settings, backend, model, devices, world)
+        make(self, settings, backend, model, measure, devices, world)
         touch(self)
 
-    monkeypatch.setattr(grouping.Group, "__init__", init)
+    monkeypatch.setattr(grouping.Replicas, "__init__", init)
     return seen
 
 

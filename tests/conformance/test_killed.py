@@ -22,9 +22,9 @@ JOB = f"""
 import sys, threading
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from conformance import suite
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
-step, model, last = Group.step, sys.argv[1], int(sys.argv[2])
+step, model, last = Replicas.step, sys.argv[1], int(sys.argv[2])
 
 def waits(self, *rest):
     if rest[-1] == last:  # a quick job must not end before it is killed
@@ -32,7 +32,7 @@ def waits(self, *rest):
         sys.exit("nobody has killed it")
     return step(self, *rest)
 
-Group.step = waits
+Replicas.step = waits
 suite.fit(model, 1, {EXAMPLES}, {BATCH})
 """
 

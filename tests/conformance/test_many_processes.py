@@ -12,7 +12,7 @@ import samestep as ss
 from conformance import many_processes as job
 from conformance import suite
 from samestep.processes import launch
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
 
 class Stopped(Exception):
@@ -40,8 +40,8 @@ def begun(tmp_path_factory) -> Path:
         return step(self, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        step = Group.step
-        patch.setattr(Group, "step", fail)
+        step = Replicas.step
+        patch.setattr(Replicas, "step", fail)
         with pytest.raises(Stopped):
             job.fit(job.MODELS[0], ["cpu"], run_dir=folder, checkpoint_every=1)
     return folder
@@ -89,6 +89,15 @@ def test_several_processes_give_the_bits_of_one(count, name, devices, expected, 
     told = request.getfixturevalue(count)
     for seen in told:
         assert seen[f"{name} on {devices}"] == expected[name] | {"devices": ["cpu"] * devices * len(told)}
+
+
+@pytest.mark.parametrize("count", ["two", "three"])
+def test_own_loops_and_fine_tuning_in_several_processes(count, request):
+    told = request.getfixturevalue(count)
+    alone = job.own_loop(["cpu"]), job.fine_tuned(["cpu"])
+    assert len(set(alone[0])) == 3
+    for seen in told:
+        assert (seen["own loop"], seen["fine-tuned"]) == alone
 
 
 @pytest.mark.parametrize("count", ["two", "three"])

@@ -4,7 +4,7 @@ import pytest
 
 import samestep as ss
 from conformance import suite
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU"))
 
@@ -17,7 +17,8 @@ CASES += [("resnet_with_batch_norm", "5 and a last 2")] * suite.COMPILES
 @pytest.mark.parametrize("kind", ["cpu", GPU])
 def test_same_bits_on_any_number_of_devices(kind, model, batches):
     n, batch_size = suite.BATCHES[batches]
-    counts = (2, 3, 5, 7, 8) if kind == "cpu" else (2, 3, 4)
+    counts = ((2, 3, 8) if suite.COMPILES else (2, 3, 5, 7, 8)) if kind == "cpu" else (2, 3, 4)
+    counts = (3,) if suite.COMPILES and model == "resnet_with_batch_norm" else counts  # compiled for a long time
     suite.check(lambda k: suite.fit(model, [kind] * k, n, batch_size), counts)
 
 
@@ -27,14 +28,14 @@ class Stopped(Exception):
 
 def stop_after(patch, steps):
     """Fail between two steps, as whatever ends a fit from outside does."""
-    step = Group.step
+    step = Replicas.step
 
     def fail(self, batch, lr, t):
         if t == steps:
             raise Stopped
         return step(self, batch, lr, t)
 
-    patch.setattr(Group, "step", fail)
+    patch.setattr(Replicas, "step", fail)
 
 
 @pytest.mark.parametrize("model", ["embedding", "mlp_with_dropout", suite.NORMED])

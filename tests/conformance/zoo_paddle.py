@@ -242,7 +242,7 @@ def unruly(counter, draws):
         "a loss with a counter": (Plain, {"loss": lambda o, y: F.cross_entropy(o, y) * counter()}, other, "differs"),
         "a loss with a parameter": (Plain, {"loss": LearnedScale()}, "a parameter .'scale' of the loss", None),
         "a loss through a global": (Aside, {"loss": lambda o, y: F.cross_entropy(o, y) + SAID[0]},
-                                    "not the same|but not again", None),
+                                    "not the same|but not (again|side by side)", None),
     }  # fmt: skip
 
 

@@ -124,8 +124,7 @@ def changes():
     return {
         "the body of a loss": ({"loss": lambda o, y: each(y, o)}, {"loss": lambda o, y: each(y, o) * 2}, "<lambda>()"),
         "what a loss closes over": ({"loss": losses(1.0)}, {"loss": losses(2.0)}, "<lambda>()"),
-        "a setting of a loss": ({"loss": sparse(from_logits=True)},
-                                {"loss": sparse(from_logits=True, ignore_class=3)}, "loss"),
+        "a setting of a loss": ({"loss": sparse(from_logits=True)}, {"loss": sparse()}, "loss"),
         "class weights": ({"loss": weighted(tf.ones(10))}, {"loss": weighted(tf.range(10.0))}, "<lambda>()"),
         "an activation": ({"model": relu_as_before}, {"model": tanh_instead}, "Small.call()"),
         "a dropout rate": ({}, {"model": lambda: small(rate=0.2)}, "model.drop"),

@@ -245,7 +245,8 @@ def test_sqlite(plain: ss.Run) -> None:
     refused = Rows()
     with pytest.raises(Invalid) as caught:
         fit(refused)
-    assert str(caught.value) == "train: connect to SQLite with check_same_thread=False: a thread reads it"
+    how = "connect to SQLite with check_same_thread=False, or use Data(readers=0)"
+    assert str(caught.value) == f"train: {how}: a thread reads it"
     source = Rows(check_same_thread=False)
     assert fit(source, devices=2).fingerprint == plain.fingerprint
     for opened in (refused, source):
@@ -484,3 +485,14 @@ def test_whole_numbers_of_any_type_may_be_labels(plain: ss.Run) -> None:
 def test_examples_that_are_no_numbers_are_refused(kind: Any, x: Any, y: Any, dtype: str) -> None:
     with pytest.raises(WrongType, match=rf"train [xy] must be numbers, got an array of {dtype}.*: convert it"):
         fit(kind(x, y), loss=lambda output, y: output.mean(1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"workers": 1}])
+def test_a_fit_that_is_refused_leaves_no_reader_behind(settings: dict[str, int], tmp_path: Path) -> None:
+    """Its loss was tried on the first batch, so somebody has read by then; the fixture looks."""
+    for refused in (
+        {"loss": lambda output, y: output.var()},
+        {"monitor": "test_top5", "loss": lambda output, y: output.mean()},
+    ):
+        with pytest.raises(Invalid, match="couples examples|^monitor: this fit has train_loss"):
+            fit(sources.Table(), **settings, **refused)

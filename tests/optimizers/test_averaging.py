@@ -14,9 +14,9 @@ from torch import nn
 
 import samestep as ss
 from samestep.errors import Invalid, WrongType
-from samestep.optimizers.averaging import Average, Averager, path_average, swa
+from samestep.optimizers.averaging import Average, Averager, Exponential, ema, path_average, swa
 from samestep.schedules.kinds import cosine
-from samestep.training.group import Group
+from samestep.training.replicas import Replicas
 
 STEPS, EPOCHS = 4, 4  # 61 examples in batches of 16: the last has 13
 ROUNDING = 1e-14  # relative, float64: a running mean of up to 16 vectors against their sum, divided once
@@ -42,7 +42,7 @@ def trainer(**settings):
 @pytest.fixture
 def path(monkeypatch):
     """The weights and buffers at the start and after every step of a fit, by name."""
-    seen, step = [], Group.step
+    seen, step = [], Replicas.step
 
     def recording(self, *args):
         if not seen:
@@ -51,7 +51,7 @@ def path(monkeypatch):
         seen.append({name: np.array(tensor) for name, tensor in self.replicas[0].tensors().items()})
         return result
 
-    monkeypatch.setattr(Group, "step", recording)
+    monkeypatch.setattr(Replicas, "step", recording)
     return seen
 
 
@@ -110,6 +110,16 @@ def test_path_average_gives_every_weight_the_rate_with_which_it_is_left(schedule
     check(run, *zip(*used, strict=True))
 
 
+@pytest.mark.parametrize(("average", "first"), [(ema(0.75), 1), (ema(0.5, start=5), 5), (ema(0.9, 16), 16)])
+def test_ema_forgets_by_its_decay_at_every_step(average, first, path):
+    """The weights after step `first` are its beginning."""
+    run = trainer(average=average).fit(net(), data())
+    ages = [EPOCHS * STEPS - t for t in range(first, EPOCHS * STEPS + 1)]
+    shares = [average.decay ** ages[0], *((1 - average.decay) * average.decay**age for age in ages[1:])]
+    check(run, path[first:], shares)
+    assert run.average_metrics["test_loss"] > 0
+
+
 def test_one_point_is_averaged_to_itself(path):
     """To the bit, in float32 too: the mean of one is that one."""
     run = trainer(average=swa(EPOCHS)).fit(net(torch.float32), data(np.float32))
@@ -136,13 +146,13 @@ def test_each_point_counts_as_one_in_a_checkpoint():
 
 def test_averaging_does_not_change_the_training():
     plain = trainer().fit(net(), data())
-    for average in (swa(1), swa(1, unit="steps"), path_average()):
+    for average in (swa(1), ema(0.5), path_average()):
         run = trainer(average=average).fit(net(), data())
         suite.same(run, plain)
         assert run.recipe == plain.recipe | {"average": repr(average)}
 
 
-@pytest.mark.parametrize("average", [swa(1), swa(3, every=2, unit="steps"), path_average()], ids=repr)
+@pytest.mark.parametrize("average", [swa(1), swa(3, every=2, unit="steps"), path_average(), ema(0.5)], ids=repr)
 def test_same_bits_on_any_number_of_devices(average):
     runs = [trainer(devices=k, average=average).fit(net(torch.float32), data(np.float32)) for k in (1, 2, 3)]
     assert [len(run.devices) for run in runs] == [1, 2, 3]
@@ -245,13 +255,18 @@ def test_a_path_on_which_every_rate_is_zero_has_no_average(tmp_path):
 
 @pytest.mark.parametrize(
     ("average", "end"),
-    [(swa(5), "start=5 epochs"), (swa(17, unit="steps"), "start=17 steps"), (swa(5, every=2), "start=5 epochs")],
+    [
+        (swa(5), "start=5 epochs"),
+        (swa(17, unit="steps"), "start=17 steps"),
+        (swa(5, every=2), "start=5 epochs"),
+        (ema(start=17), "start=17 steps"),
+    ],
     ids=repr,
 )
 def test_a_start_after_the_end_is_refused_before_anything_is_done(average, end, tmp_path):
     with pytest.raises(Invalid) as caught:
         trainer(average=average, run_dir=tmp_path / "run").fit(net(), data())
-    assert str(caught.value) == f"swa: {end} is after the end of the training"
+    assert str(caught.value) == f"{average.kind}: {end} is after the end of the training"
     assert not (tmp_path / "run").exists()
 
 
@@ -275,7 +290,23 @@ def test_bad_arguments_are_refused(arguments, kind, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"decay": 1.0}, Invalid, "ema: decay must be below 1, got decay=1.0"),
+        ({"decay": "slow"}, WrongType, "ema: decay must be a number, got decay='slow'"),
+        ({"start": -1}, Invalid, "ema: start must be at least 0, got start=-1"),
+    ],
+)
+def test_bad_arguments_of_ema_are_refused(arguments, kind, message):
+    with pytest.raises(kind) as caught:
+        ema(**arguments)
+    assert str(caught.value) == message
+
+
 def test_an_average_is_a_value():
+    assert ema() == Exponential("ema", 0, unit="steps", decay=0.999) != ema(0.99)
+    assert repr(ema(0.5, 3)) == "Exponential(kind='ema', start=3, every=1, unit='steps', decay=0.5)"
     assert swa(np.int64(3)) == swa(start=3, every=1, unit="epochs") == Average("swa", 3) != swa(3, unit="steps")
     assert {swa(3): "found"}[swa(3)] == "found"
     assert repr(swa(3, 2, "steps")) == "Average(kind='swa', start=3, every=2, unit='steps')"

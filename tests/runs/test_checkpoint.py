@@ -160,7 +160,7 @@ def test_what_a_checkpoint_says_about_itself(made: tuple[ss.Run, Path]) -> None:
         assert [f"{print_:016x}" for print_ in tensors["log:fingerprints"]] == run.fingerprints[:step]
         # losses and hits of the steps of the unfinished epoch, which the log has too
         told = [event for event in map(json.loads, log[: about["events"]].splitlines()) if event["event"] == "steps"]
-        numbers = [[one, other] for event in told for one, other in zip(event["loss"], event["hits"], strict=True)]
+        numbers = [[*one, *other] for event in told for one, other in zip(event["loss"], event["hits"], strict=True)]
         assert tensors.get("log:numbers", np.zeros(0)).tolist() == numbers[step // 3 * 3 :]
         assert about["average"] == sum([float(np.float32(0.1))] * step)  # a rate of 0.1 was applied so often
         assert about["metric"] == (run.history[-1]["test_loss"] if step == 6 else None)

@@ -234,6 +234,14 @@ CASES: dict[str, Case] = {
     "swa of epochs": Case(lambda: dense(nn.BatchNorm1d(6)), {"average": ss.swa(1)}),
     "swa of steps": Case(settings={"average": ss.swa(3, 2, "steps")}),
     "path average": Case(lambda: dense(nn.BatchNorm1d(6)), {"average": ss.path_average()}),
+    "moving average": Case(lambda: dense(nn.BatchNorm1d(6)), {"average": ss.ema(0.5, 2)}),
+    "groups": Case(
+        settings={
+            "optimizer": ss.adamw(),
+            "gradient_clip_val": 0.1,
+            "groups": {"*weight": ss.group(lr_scale=0.5), "0.bias": ss.group(frozen=True)},
+        }
+    ),
     "with replacement": Case(settings={"sampling": "with_replacement", "optimizer": ss.sgd(momentum=0.9)}),
     "memory map": Case(data=mapped),
     "source": Case(data=Source),
@@ -301,16 +309,16 @@ def test_on_a_gpu_as_well(kind: str, name: str, tmp_path: Path) -> None:
 
 def stopping(patch: pytest.MonkeyPatch, after: int) -> None:
     """Fail between two steps, which needs nothing of the framework."""
-    from samestep.training.group import Group
+    from samestep.training.replicas import Replicas
 
-    step = Group.step
+    step = Replicas.step
 
-    def fail(self: Group, batch: Any, lr: float, t: int) -> Any:
+    def fail(self: Replicas, batch: Any, lr: float, t: int) -> Any:
         if t == after:
             raise Interrupted
         return step(self, batch, lr, t)
 
-    patch.setattr(Group, "step", fail)
+    patch.setattr(Replicas, "step", fail)
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -696,7 +704,7 @@ def test_regression_and_no_test_examples(tmp_path: Path) -> None:
 def square(output: Any, y: Any) -> Any:
     if output.requires_grad:
         FUSE.burn()
-    return ((output - y) ** 2).sum(1)
+    return ((output - y.reshape(len(y), -1)) ** 2).sum(1)
 
 
 def test_progress_says_that_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

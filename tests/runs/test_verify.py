@@ -44,7 +44,7 @@ model = torch.nn.Sequential(torch.nn.Linear(6, 256), torch.nn.Dropout(0.2), torc
 calls = []  # several threads add to it
 
 def loss(output, y):
-    calls.extend([0] * (len(y) == 2))  # a shard; shapes are found with one example
+    calls.extend([0] * (len(y) == 2 and output.requires_grad))  # a shard that is trained
     value = torch.nn.functional.cross_entropy(output, y, reduction="none")
     TWIN
     return value

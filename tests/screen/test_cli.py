@@ -201,7 +201,7 @@ BAD = {
     "--seed -1": "seed must be at least 0, got seed=-1",
     "--seed 18446744073709551616": "seed must be at most 18446744073709551615, got seed=18446744073709551616",
     "--threads-per-shard 0": "threads_per_shard must be at least 1",
-    "--sampling all": "sampling must be one of without_replacement, with_replacement, got sampling='all'",
+    "--sampling all": "sampling must be one of without_replacement, with_replacement, in_order, got sampling='all'",
     "--model vgg": "unknown model 'vgg': choose one of lenet, lenet_modern, mlp, resnet18",
     "--backend caffe": "no backend 'caffe': samestep has torch, jax, tensorflow, paddle",
     "--checkpoint-every never": "must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'never'",

@@ -1,91 +1,95 @@
-"""group: who computes what, and how it ends. What a group computes is in test_trainer.py and in tests/conformance."""
+"""What a Group says about bad input, in one line each. That its steps are those of a fit: conformance/test_own_loop.py."""
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from samestep.backends.torch.backend import backend
-from samestep.data.examples import Data
-from samestep.data.feed import Feed
-from samestep.devices import cpu
-from samestep.errors import Invalid
-from samestep.models.torch import mlp
-from samestep.training.group import Group
-from samestep.training.trainer import Trainer
+import samestep as ss
+from samestep.errors import Invalid, SamestepError, WrongType
 
-DEADLINE = 20.0  # seconds that only a broken test waits
+X, Y = np.random.default_rng(0).random((16, 4)).astype("float32"), np.arange(16) % 3
 
 
-class World:
-    """Of three processes: this is rank 1, and the others have so many devices, and say so."""
-
-    size, rank = 3, 1
-
-    def __init__(self, *devices: int) -> None:
-        self.others = [str(count).encode() for count in devices]
-
-    def collect(self, content: bytes) -> list[bytes]:
-        return [self.others[0], content, self.others[1]]
-
-    def broadcast(self, content: bytes) -> bytes:
-        return self.sent
+def group(**settings: Any) -> ss.Group:
+    return ss.Group(torch.nn.Linear(4, 3), shards=4, devices=["cpu"] * 3, **settings)
 
 
-def group_of(world: Any, count: int = 1, shards: int = 8) -> Group:
-    return Group(Trainer(shards=shards, batch_size=16), backend, mlp((5, 4, 3), seed=1), [cpu()] * count, world)
+@pytest.mark.parametrize(
+    ("ask", "error", "said"),
+    [
+        (lambda: group(max_epochs=3), Invalid, "Group has no max_epochs: it takes batch_size, capture, "),
+        (lambda: group().model, Invalid, "model: the group has not made a step yet"),
+        (lambda: group().weights(), Invalid, "weights: the group has not made a step yet"),
+        (lambda: group().save("x"), Invalid, "save: the group has not made a step yet"),
+        (
+            lambda: group().step(X),
+            WrongType,
+            "a Group needs x and y, or one dictionary with the labels in it, got ndarray",
+        ),
+        (lambda: group().step(X, Y[:3]), Invalid, "x and y must be of one length, got 16 examples and 3 labels"),
+        (lambda: group().step(X[:0], Y[:0]), Invalid, "there are no examples"),
+        (lambda: group().step(X, Y, lr="fast"), WrongType, "lr must be a number, got lr='fast'"),
+        (lambda: group().step(X, Y, lr=-1), Invalid, "lr must be finite and at least 0, got lr=-1.0"),
+        (
+            lambda: group(metrics={"m": lambda o, y: o.mean()}).step(X, Y),
+            WrongType,
+            "metric 'm' must return .sum, weight",
+        ),
+        (lambda: group(loss=lambda o, y: (o.T @ o).logsumexp(0).mean()).step(X, Y), Invalid, "it couples examples"),
+    ],
+)
+def test_bad_input(ask: Callable[[], Any], error: type[SamestepError], said: str) -> None:
+    with pytest.raises(error, match=said) as raised:
+        ask()
+    assert "\n" not in str(raised.value)
 
 
-def test_the_replicas_of_all_processes_share_the_shards_of_a_step() -> None:
-    group = group_of(World(2, 3), 2)
-    assert (group.size, group.processes) == (7, [(0, 2), (2, 4), (4, 7)])
-    plan = group.plan(8)
-    assert plan.shares == [range(3, 4), range(4, 5)]
-    assert plan.held == [[(0, 2), (2, 3)], [(3, 4), (4, 5)], [(5, 6), (6, 8)]]
-    with pytest.raises(Invalid) as caught:
-        group_of(World(3, 4), 2)
-    assert str(caught.value) == (
-        "3 processes with 9 devices in all need at least 9 shards, got shards=8: raise shards or use fewer"
-    )
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    made, path = group(), tmp_path / "group.safetensors"
+    made.step(X, Y)
+    made.save(path)
+    with pytest.raises(Invalid, match=r"nowhere/a cannot be written: No such file"):
+        made.save(tmp_path / "nowhere" / "a")
+    return path
 
 
-def test_a_process_without_shards_takes_what_the_others_have_evaluated() -> None:
-    world = World(1, 1)
-    group = group_of(world)
-    world.others = [np.array([1.5, 1, 2.5, 0]).tobytes(), b""]
-    group.plan = lambda n: SimpleNamespace(shares=[range(0)])  # type: ignore[method-assign, assignment, return-value]
-    x, y = np.zeros((2, 5), np.float32), np.zeros(2, int)
-    assert group.evaluate(Feed(backend, Data((x, y)).train, [cpu()], 3), 3) == (2.0, 0.5)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seed": 3}, "was saved with seed=0, and not with 3"),
+        ({"shards": 5}, "was saved with shards=4, and not with 5"),
+        ({"optimizer": ss.adam()}, "was saved with optimizer=.'SGD', .*, and not with .'Adam', "),
+    ],
+)
+def test_what_was_saved_with_other_settings(settings: dict[str, Any], said: str, saved: Path) -> None:
+    with pytest.raises(Invalid, match=said):
+        ss.Group.load(saved, torch.nn.Linear(4, 3), **settings)
 
 
-def test_two_processes_take_the_weights_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    from samestep.runs.checkpoint import pack
-
-    world: Any = World(1, 1)
-    group, weights = (
-        group_of(world, 2),
-        {name: p.detach().numpy() for name, p in mlp((5, 4, 3), seed=2).named_parameters()},
-    )
-    world.size, world.sent = 2, b"".join(pack({}, weights))
-    group.follow()
-    for replica in group.replicas:
-        assert {name: np.array(tensor).tolist() for name, tensor in replica.tensors().items()} == {
-            name: tensor.tolist() for name, tensor in weights.items()
-        }
+def test_what_was_saved_from_another_model(saved: Path) -> None:
+    told = r"another model was saved: its 'weight' had shape .3, 4., and has .2, 4. here"
+    with pytest.raises(Invalid, match=told):
+        ss.Group.load(saved, torch.nn.Linear(4, 2)).step(X, Y % 2)
+    told = "another model was saved: its 'bias' had shape .3,., and has None here"
+    with pytest.raises(Invalid, match=told):
+        ss.Group.load(saved, torch.nn.Linear(4, 3, bias=False)).step(X, Y)
+    assert ss.Group.load(saved, torch.nn.Linear(4, 3)).step(X, Y).step == 2
 
 
-def test_a_group_that_is_closed_does_not_wait_for_what_other_processes_would_send() -> None:
-    """After a failure they may never do so."""
-    released, pool = threading.Event(), ThreadPoolExecutor(1)
-    waiting, next_one = pool.submit(released.wait, DEADLINE), pool.submit(list)
-    group: Any = SimpleNamespace(sender=pool)
-    Group.close(group)
-    assert next_one.cancelled()
-    assert not waiting.done()
-    released.set()
-    assert waiting.result()
+def test_what_is_not_of_a_group(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="cannot be read: No such file"):
+        ss.Group.load(tmp_path / "none", torch.nn.Linear(4, 3))
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(Invalid, match="is damaged, or not a checkpoint"):
+        ss.Group.load(tmp_path / "text", torch.nn.Linear(4, 3))
+    ss.Trainer(1, 8, devices=1, progress=False, run_dir=tmp_path / "run").fit(torch.nn.Linear(4, 3), (X, Y))
+    [path] = (tmp_path / "run" / "checkpoints").iterdir()
+    with pytest.raises(Invalid, match="was written by a fit: start from it with Trainer.fit"):
+        ss.Group.load(path, torch.nn.Linear(4, 3))

@@ -27,7 +27,7 @@ from samestep import signals
 from samestep.backends.torch.backend import backend
 from samestep.errors import NotFinite
 from samestep.signals import Signals
-from samestep.training.group import probe
+from samestep.training.measuring import measured
 
 PACKAGE = str(Path(ss.__file__).parent)
 EVERY = int(os.environ.get("SAMESTEP_EVERY_LINE", "23"))  # of so many moments, one is tried; 1: all of them
@@ -472,8 +472,8 @@ def test_the_first_look_at_a_model_is_not_interrupted_between_its_lines() -> Non
         ctrl_c()
         done.append(given[2:])
 
-    framework: Any = SimpleNamespace(probe=look)
-    examples: Any = SimpleNamespace(name="train", read=lambda indices: (indices.tolist(), "y"))
+    framework: Any = SimpleNamespace(probe=look, style=lambda *_: False)
+    examples: Any = SimpleNamespace(name="train", read=lambda indices, seed, epoch: (indices.tolist(), "y"))
     with pytest.raises(KeyboardInterrupt), signals.Guard(), signals.heard():
-        probe(framework, None, None, examples)
+        measured(ss.Trainer(), framework, None, examples)
     assert done == [([0], "y", "train x")]

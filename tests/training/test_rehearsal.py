@@ -18,8 +18,8 @@ import samestep as ss
 from samestep import draws
 from samestep.backends.noise import Noise
 from samestep.errors import NotRepeatable, Written
-from samestep.training.group import Plan
 from samestep.training.rehearsal import RESULT, Between, Rehearsal
+from samestep.training.replicas import Plan
 
 X = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 3, 12)
@@ -312,11 +312,11 @@ def test_the_first_thing_that_differs_is_told(one: Any, other: Any, said: str | 
 
 
 PIECES = ["the gradient of 'a'"] * 3 + [RESULT] + ["the gradient of 'b'"] * 2
-PIECES += ["the change of 'c'"] * 2 + [RESULT] + ["the change of 'd'"] + ["the loss"] * 6
+PIECES += ["the change of 'c'"] * 2 + [RESULT] + ["the change of 'd'"] + ["the loss"] * 7
 
 
 def test_what_differs_is_found_by_its_place_in_the_vector() -> None:
-    """Two parameters with a gap, two pieces of state of other types, and loss and hits of three shards."""
+    """Two parameters with a gap, two pieces of state of other types, and loss and hits of three shards with a weight."""
     layouts = [
         SimpleNamespace(names=["a", "b"], spans=[(0, 3), (4, 6)], size=6),
         SimpleNamespace(names=["c"], spans=[(0, 2)], size=3),
@@ -330,7 +330,7 @@ def test_what_differs_is_found_by_its_place_in_the_vector() -> None:
             SimpleNamespace(backend=SimpleNamespace(get=np.asarray), single=lambda batch, shard, mine=mine: mine)
             for mine in vectors
         ]
-        replicas[0].layouts = layouts
+        replicas[0].layouts, replicas[0].numbers = layouts, 2 * 3 + 1
         rehearsal = rehearsal_of(Rehearsal, replicas, shards=3)
         rehearsal._watched = lambda batch, shard: batch
         found.append(rehearsal._which(None, 0, [0, 1]))

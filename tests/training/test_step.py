@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samestep.training.group import Plan
+from samestep.training.replicas import Plan
 from samestep.training.step import Step, StepAcross
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure

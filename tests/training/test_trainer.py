@@ -193,8 +193,10 @@ def test_lazy_weights_are_made_from_the_first_example():
 
 def test_a_loss_may_give_a_value_per_example_or_their_mean_or_their_sum():
     x, y = numbers(dtype=np.float64)
-    losses = (None, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="sum"))
-    weights = [trainer(loss=loss).fit(net(dtype=torch.float64), (x, y)).weights()["0.weight"] for loss in losses]
+    losses = {None: 0.1, nn.CrossEntropyLoss(): 0.1, nn.CrossEntropyLoss(reduction="none"): 0.1,
+              nn.CrossEntropyLoss(reduction="sum"): 0.1 / 20}  # fmt: skip # which is the sum over a batch of 20
+    weights = [trainer(loss=loss, schedule=rate, batch_size=20).fit(net(dtype=torch.float64), (x, y)).weights()["0.weight"]
+               for loss, rate in losses.items()]  # fmt: skip
     for other in weights[1:]:
         np.testing.assert_allclose(other, weights[0], rtol=ROUNDING, atol=ROUNDING)
 
@@ -297,10 +299,12 @@ def test_what_a_trainer_is_without_any_setting():
     settings = {name: getattr(ss.Trainer(), name) for name in ss.Trainer.__dataclass_fields__ if name != "_"}
     assert settings == {
         "max_epochs": 10, "batch_size": 256, "shards": 8, "devices": "auto", "optimizer": ss.sgd(), "schedule": None,
-        "gradient_clip_val": 0.0, "seed": 0, "average": None, "run_dir": None, "checkpoint_every": "1 epoch",
+        "groups": {}, "gradient_clip_val": 0.0, "gradient_clip_algorithm": "norm", "seed": 0, "average": None, "run_dir": None,
+        "checkpoint_every": "1 epoch",
         "keep_checkpoints": 3, "resume": "auto", "workers": 0, "progress": None, "threads_per_shard": 1, "loss": None,
         "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
         "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
+        "metrics": {}, "monitor": None, "mode": "min", "patience": None,
     }  # fmt: skip
 
 
@@ -364,7 +368,11 @@ def test_overrides_that_are_no_json_object_are_refused(text, monkeypatch):
         ({"run_dir": "a\0b"}, WrongType, "run_dir must be a path or None, got run_dir='a\\x00b'"),
         ({"check_every": "30 s"}, Invalid, "check_every must be a number of steps or epochs, got '30 s'"),
         ({"accept": "nothing"}, Invalid, "accept takes numerics, code, data, got ('nothing',)"),
-        ({"sampling": 3}, Invalid, "sampling must be one of without_replacement, with_replacement, got sampling=3"),
+        ({"mode": "max"}, Invalid, "mode='max' needs a monitor, such as monitor='test_accuracy': a lower loss is better"),
+        ({"mode": "most"}, Invalid, "monitor must be a column of the history, and mode min or max, got None, 'most'"),
+        ({"monitor": 3}, Invalid, "monitor must be a column of the history, and mode min or max, got 3, 'min'"),
+        ({"patience": 0}, Invalid, "patience must be at least 1, got patience=0"),
+        ({"sampling": 3}, Invalid, "sampling must be one of without_replacement, with_replacement, in_order, got sampling=3"),
         ({"threads_per_shard": 0}, Invalid, "threads_per_shard must be at least 1, got threads_per_shard=0"),
         ({"seed": -1}, Invalid, "seed must be at least 0, got seed=-1"),
         ({"seed": 1 << 64}, Invalid, "seed must be at most 18446744073709551615, got seed=18446744073709551616"),
@@ -372,14 +380,18 @@ def test_overrides_that_are_no_json_object_are_refused(text, monkeypatch):
         ({"schedule": float("nan")}, Invalid, "schedule must be finite and at least 0, got schedule=nan"),
         ({"schedule": [0.1]}, WrongType, "schedule must be a number, got schedule=[0.1]"),
         ({"schedule": "cosin(1, 2)"}, Invalid, "schedule: no schedule is called 'cosin'; did you mean cosine?"),
-        ({"average": "swa"}, WrongType, "average must be samestep.swa(...) or samestep.path_average(), got 'swa'"),
+        ({"average": "swa"}, WrongType, "average must be samestep.swa(...), ema(...) or path_average(), got 'swa'"),
+        ({"gradient_clip_algorithm": "size"}, Invalid,
+         "gradient_clip_algorithm must be one of 'norm', 'value', got gradient_clip_algorithm='size'"),
+        ({"gradient_clip_algorithm": None}, WrongType,
+         "gradient_clip_algorithm must be a string, got gradient_clip_algorithm=None"),
         ({"gradient_clip_val": -1}, Invalid, "gradient_clip_val must be finite and at least 0, got gradient_clip_val=-1.0"),
         ({"optimizer": "adam"}, WrongType,
          "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
          "makes one from parameters, got 'adam'"),
         ({"loss": "mse"}, WrongType, "loss must be a function of (output, y), got 'mse'"),
         ({"sampling": "sorted"}, Invalid,
-         "sampling must be one of without_replacement, with_replacement, got sampling='sorted'"),
+         "sampling must be one of without_replacement, with_replacement, in_order, got sampling='sorted'"),
         ({"checkpoint_every": "sometimes"}, Invalid,
          "checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'sometimes'"),
         ({"checkpoint_every": 0}, Invalid, "checkpoint_every must be at least 1, got checkpoint_every=0"),

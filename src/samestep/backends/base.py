@@ -3,10 +3,11 @@
 Weights and gradients are flat vectors, so the tree, the exchange between devices and the optimizers are written once, with
 +, * and slices. What a shard gives is one flat vector, so that one addition and one transfer carry all of it:
 
-    [ gradient | count x change of every buffer | loss of shard 0..S-1 | hits of shard 0..S-1 ]
+    [ gradient | count x change of every buffer | loss of shard 0..S-1 | hits of shard 0..S-1 | more ]
 
 The gradient and the losses are sums over the examples of the shard. A shard writes only its own loss and hits and leaves
 the other slots zero: after the tree every replica knows every shard's loss, exactly, and a NaN can be traced to its shard.
+`more` are the weight of a weighted loss, and sum and weight of every metric: of these, all know the sum over the shards.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from samestep.backends.calling import Style
 from samestep.backends.layout import Layout, Numbers, Tensors
-from samestep.backends.losses import Losses
+from samestep.backends.losses import Losses, Measure
 from samestep.backends.losses import Shape as Shape
 from samestep.backends.workers import Workers
 from samestep.devices import Device, host_memory
@@ -28,9 +30,10 @@ from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.fingerprint import of_vectors
 from samestep.shards import Span
 from samestep.signals import heard
+from samestep.trees import Tree
 
 if TYPE_CHECKING:
-    from samestep.backends.updaters import Updater
+    from samestep.backends.updaters import Clip, Updater
     from samestep.data.feed import Batch
     from samestep.processes.place import Place
     from samestep.processes.world import World
@@ -53,8 +56,8 @@ class Replica(ABC):
     layouts: Sequence[Layout]  # of the weights, and of each vector of the state
     names: dict[str, str]  # each name of a tensor, in the user's order → its name in a layout or in `constants`
 
-    def __init__(self, backend: Backend, loss: Any, device: Device, shards: int) -> None:
-        self.backend, self.loss, self.device, self.shards = backend, loss, device, shards
+    def __init__(self, backend: Backend, measure: Any, device: Device, shards: int) -> None:
+        self.backend, self.measure, self.device, self.shards = backend, Measure.of(measure), device, shards
 
     # What is computed
 
@@ -63,7 +66,12 @@ class Replica(ABC):
     @property
     def size(self) -> int:
         """The length of the vector that `gradient` returns."""
-        return sum(layout.size for layout in self.layouts) + 2 * self.shards
+        return sum(layout.size for layout in self.layouts) + self.numbers
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers are in that vector after gradient and changes."""
+        return 2 * self.shards + self.measure.more
 
     @property
     def bands(self) -> Sequence[Span]:
@@ -71,7 +79,7 @@ class Replica(ABC):
         return [(0, self.size)]
 
     @abstractmethod
-    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
         """The vector described above for one shard, with noise drawn from the key."""
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
@@ -91,13 +99,13 @@ class Replica(ABC):
         """Whether the user has declared a frozen parameter as state."""
         return any(fnmatchcase(name or "", pattern) for pattern in self.backend.state)
 
-    def inside(self, x: Array, y: Array) -> tuple[list[str], list[str]]:
+    def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:
         """Parameters that the loss depends on and that are not this replica's; hashes of more than one trace of the program."""
         return [], []
 
     @abstractmethod
-    def evaluate(self, x: Array, y: Array, key: int) -> Vector:
-        """[loss, hits] of these examples, summed, with the model in evaluation mode."""
+    def evaluate(self, x: Tree, y: Tree, key: int) -> Vector:
+        """[loss, hits, more] of these examples, summed, with the model in evaluation mode."""
 
     @abstractmethod
     def assign(self, parameters: Vector) -> None:
@@ -272,9 +280,17 @@ class Backend(Losses):
     def concat(self, vectors: Sequence[Vector]) -> Vector: ...
     @abstractmethod
     def zeros_like(self, vector: Vector) -> Vector: ...
+    def choose(self, weight: Vector, new: Vector, old: Vector) -> Vector:
+        """`new` if a weight, a vector of one number, is above zero, else `old`."""
+        return new if self.get(weight)[0] > 0 else old
+
     @abstractmethod
     def clip(self, vector: Vector, limit: float) -> Vector:
         """The vector, scaled down to norm `limit` if it is longer, without waiting for the device."""
+
+    def clamp(self, vector: Vector, limit: float) -> Vector:
+        """The vector, each number of it between -limit and limit."""
+        return vector.clip(-limit, limit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of vectors and Python's numbers, compiled, with the same bits.
@@ -354,15 +370,19 @@ class Backend(Losses):
         return type(model).__name__
 
     @abstractmethod
-    def probe(self, model: Any, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
+    def style(self, model: Any, x: Tree, whole: bool) -> Style:
+        """How the model takes x (calling.py)."""
+
+    @abstractmethod
+    def probe(self, model: Any, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
         """Pass one example through the model (creating lazy weights) and return what came out; `name` is for messages."""
 
     @abstractmethod
-    def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> Replica:
-        """A copy of the model on a device; `capture` allows recording its computation (see Trainer)."""
+    def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> Replica:
+        """A copy of the model on a device; `measure`: a Measure, or a loss alone; `capture`: allow recording (see Trainer)."""
 
     @abstractmethod
-    def updater(self, optimizer: Any, replica: Any, clip: float) -> Updater:
+    def updater(self, optimizer: Any, replica: Any, clip: Clip) -> Updater:
         """An updater for the framework's own optimizer, or for a function that makes one from parameters."""
 
     def rates(self, scheduler: Any, n: int) -> list[float]:

@@ -1,17 +1,48 @@
-"""What a model gives, the same in every framework: its losses and hits, and checks with one example before a run begins."""
+"""What a model gives, the same in every framework: losses, hits, metrics, and checks with one example before a run begins."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.backends.layout import Numbers
+from samestep.backends.calling import Style
 from samestep.errors import Invalid, WrongType
+from samestep.trees import Tree, first, paths
 
 Array = Any  # an array of the framework
+IGNORED = -100  # a label that does not count, as PyTorch and Hugging Face have it
+# Whose losses are over examples.
+KNOWN = {"torch", "jax", "optax", "keras", "tensorflow", "paddle", "mxnet", "samestep"}
+# Some are not: these couple examples, are sums, or means over the labels that are not ignored.
+BUT = {
+    "ntxent", "circle", "CircleLoss", "dice", "Dice", "tversky", "Tversky", "SDMLLoss", "sigmoid_focal_loss",
+    "LinearCrossEntropyLoss",
+}  # fmt: skip
+MEAN, SUM, WEIGHTED = "mean", "sum", "weighted"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is computed from a model's output."""
+
+    loss: Any = None
+    kind: str = MEAN  # of the loss: over examples; a sum; or one over a weight that the loss gives, too
+    metrics: tuple[tuple[str, Any], ...] = ()  # by name: functions of (output, y) that give (sum, weight)
+    style: Style = False  # how the model takes x
+
+    @staticmethod
+    def of(given: Any) -> Measure:
+        """What was given, or one for a loss."""
+        return given if isinstance(given, Measure) else Measure(given)
+
+    @property
+    def more(self) -> int:
+        """How many numbers a shard gives beside its loss and its hits."""
+        return (self.kind == WEIGHTED) + 2 * len(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -20,6 +51,29 @@ class Shape:
 
     classes: int | None  # the length of the output if it is one score per class, else None
     dtype: str  # of the weights, as NumPy names it
+    kind: str = MEAN  # of the loss
+    foreign: bool = False  # the loss is one that neither samestep nor the framework has written
+    labels: int | None = None  # the number of classes, if the default loss is to check labels
+
+
+@dataclass(frozen=True)
+class PerShard:
+    """A loss that is meant for a shard, not for a batch; see `per_shard`."""
+
+    function: Any
+
+
+def per_shard(loss: Callable[[Any, Any], Any]) -> PerShard:
+    """A loss that couples the examples of a shard, such as a contrastive one: a step follows the mean over the shards.
+
+    Such a loss is another one for another number of shards. Without this word it is refused.
+
+    >>> per_shard(max).function
+    <built-in function max>
+    """
+    if not callable(loss):
+        raise WrongType(f"per_shard needs a function of (output, y), got {type(loss).__name__}")
+    return PerShard(loss)
 
 
 def wants_labels_first(loss: Any) -> bool:
@@ -28,6 +82,19 @@ def wants_labels_first(loss: Any) -> bool:
         return next(iter(inspect.signature(loss).parameters), "") == "y_true"
     except (TypeError, ValueError):  # it has no signature
         return False
+
+
+def setting(loss: Any, name: str) -> Any:
+    """A setting of a loss that is an object or a function with some arguments given; None if it has no such."""
+    return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
+
+
+def foreign(loss: Any) -> bool:
+    """Whether somebody else than a framework has written a loss, or it is one that must be tried as those are."""
+    inner = loss.func if isinstance(loss, functools.partial) else loss
+    home = str(getattr(inner, "__module__", None) or type(inner).__module__)
+    known = home.partition(".")[0] in KNOWN and getattr(inner, "__name__", type(inner).__name__) not in BUT
+    return not isinstance(loss, PerShard) and not known
 
 
 def check_weights(model: str, dtypes: Iterable[str]) -> str:
@@ -40,14 +107,21 @@ def check_weights(model: str, dtypes: Iterable[str]) -> str:
     return found[0]
 
 
-def check_examples(name: str, x: Numbers, dtype: str) -> None:
-    if x.dtype.kind == "f" and str(x.dtype) != dtype:
-        raise convert(name, x, dtype)
+def check_examples(name: str, x: Tree, dtype: str) -> None:
+    for path, array in paths(x, name):
+        if array.dtype.kind == "f" and str(array.dtype) != dtype:
+            raise convert(path, array, dtype)
 
 
-def convert(name: str, x: Numbers, dtype: str) -> WrongType:
+def convert(name: str, x: Tree, dtype: str) -> WrongType:
     """The error for examples that are not of the weights' type."""
-    return WrongType(f"{name} is {x.dtype} and the model {dtype}: convert one, for example with x.astype('{dtype}')")
+    kinds = " and ".join(dict.fromkeys(str(array.dtype) for _, array in paths(x)))
+    return WrongType(f"{name} is {kinds} and the model {dtype}: convert one, for example with x.astype('{dtype}')")
+
+
+def not_floats(x: Tree) -> bool:
+    """Whether an error about types may come from examples of whole numbers."""
+    return any(array.dtype.kind != "f" for _, array in paths(x))
 
 
 def leaves(root: Any) -> list[Any]:
@@ -68,6 +142,23 @@ def not_trained(parameter: str) -> Invalid:
     )
 
 
+def part(thing: Any, *names: str) -> Any:
+    """The first of these that a dictionary or an object (a ModelOutput) has and that is not None."""
+    inside = thing.get if isinstance(thing, Mapping) else functools.partial(getattr, thing)
+    return next((found for name in names if (found := inside(name, None)) is not None), None)
+
+
+def class_axis(scores: tuple[int, ...], labels: tuple[int, ...]) -> int:
+    """Where the classes lie in scores for every position: last, as in (B, L, V), or at 1, as in (B, V, L)."""
+    places = [axis for axis in (1, len(scores) - 1) if scores[:axis] + scores[axis + 1 :] == labels]
+    if len(set(places)) != 1:
+        raise Invalid(
+            f"the default loss needs scores of shape (B, L, V) or (B, V, L) for labels of shape (B, L), "
+            f"got {scores} for {labels}{', which could be either' if places else ''}: pass loss=f(output, y)"
+        )
+    return places[0]
+
+
 class Losses(ABC):
     """The part of a Backend that computes losses. It also says what a user's loss may return, and what counts as a hit."""
 
@@ -78,50 +169,96 @@ class Losses(ABC):
     def is_array(self, thing: object) -> bool:
         """Whether it is an array of this framework."""
 
-    def sum_of_losses(self, loss: Any, output: Any, y: Array) -> Array:
-        """The sum over examples of the loss, whether `loss` gives one value per example or their mean."""
+    def measured(self, measure: Measure, output: Any, y: Tree) -> list[Array]:
+        """[loss, hits, the loss's weight if it has one, sum and weight of every metric], summed over the examples."""
         self.before_loss()
-        if loss is None:
-            return self.cross_entropy(output, y)
-        value = self.call_loss(loss, output, y)
+        loss, weight = self.loss_of(measure, output, y)
+        numbers = [loss, self.hits(output, y)]
+        if (weight is not None) != (measure.kind == WEIGHTED):
+            raise WrongType("loss must give (sum, weight) for every batch, or for none")
+        if weight is not None:
+            numbers.append(self.number(weight, loss))
+        for name, metric in measure.metrics:
+            numbers += [self.number(one, loss) for one in self._pair(f"metric {name!r}", metric(output, y))]
+        return numbers
+
+    def loss_of(self, measure: Measure, output: Any, y: Tree) -> tuple[Array, Any]:
+        """The sum over examples of the loss, and its weight, if it is one over a weight and not over the examples."""
+        loss = measure.loss.function if isinstance(measure.loss, PerShard) else measure.loss
+        value = part(output, "loss") if loss is None else self.call_loss(loss, output, y)
+        if value is None and loss is None:
+            scores, labels = self.scores(output), self.labels(y)
+            if len(labels.shape) > 1:
+                return self.by_position(scores, labels)
+            return self.cross_entropy(scores, labels), None
+        if isinstance(value, (tuple, list)):
+            return self._pair("loss", value)
         if not self.is_array(value):
             raise WrongType(
-                f"loss must return {self.an_array} (a loss per example, or their mean), got {type(value).__name__}"
+                f"loss must return {self.an_array} (a loss per example, or their mean) or (sum, weight), "
+                f"got {type(value).__name__}"
             )
         if self.is_single(value):
-            return value if getattr(loss, "reduction", "mean") == "sum" else value * self.count(y, value)
-        if value.shape[0] != y.shape[0]:
-            raise Invalid(
-                f"loss must return one value per example ({y.shape[0]}) or their mean, got shape {tuple(value.shape)}"
-            )
-        return self.sum_of_means(value)
+            return value if measure.kind == SUM else value * self.count(y, value), None
+        if value.shape[0] != (n := first(y).shape[0]):
+            raise Invalid(f"loss must return one value per example ({n}) or their mean, got shape {tuple(value.shape)}")
+        return self.sum_of_means(value), None
+
+    def _pair(self, what: str, value: Any) -> tuple[Array, Any]:
+        numbers = isinstance(value, (tuple, list)) and len(value) == 2 and [
+            isinstance(one, (int, float)) or (self.is_array(one) and self.is_single(one)) for one in value]  # fmt: skip
+        if not numbers or not all(numbers) or (what == "loss" and not self.is_array(value[0])):
+            got = tuple(value.shape) if self.is_array(value) else type(value).__name__
+            inside = f" of {', '.join(str(getattr(one, 'shape', one)) for one in value)}" if numbers else ""
+            raise WrongType(f"{what} must return (sum, weight), two single numbers, got {got}{inside}")
+        return value[0], value[1]
+
+    def scores(self, output: Any) -> Any:
+        """The scores for every class in an output, which may be an object or a dictionary with `logits`."""
+        return output if self.is_array(output) else part(output, "logits")
+
+    def labels(self, y: Tree) -> Any:
+        """The labels in y, which may be a whole batch."""
+        return part(y, "labels", "label") if isinstance(y, Mapping) else y
 
     @abstractmethod
     def cross_entropy(self, output: Array, y: Array) -> Array:
         """The default loss: softmax cross-entropy, summed over the examples."""
 
+    @abstractmethod
+    def by_position(self, output: Array, y: Array) -> tuple[Array, Array]:
+        """The default loss for labels at every position: summed over those that are not IGNORED, and how many these are."""
+
     def is_single(self, value: Array) -> bool:
         """Whether a loss is one number for all examples."""
         return len(value.shape) == 0
 
-    def call_loss(self, loss: Any, output: Any, y: Array) -> Any:
+    def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
         return loss(output, y)
 
-    def count(self, y: Array, like: Array) -> Any:
+    def count(self, y: Tree, like: Array) -> Any:
         """The number of examples, as something to multiply an array with."""
-        return len(y)
+        return first(y).shape[0]
+
+    @abstractmethod
+    def number(self, value: Any, like: Array) -> Array:
+        """One number, the framework's or Python's, of the type and on the device of a loss, without a gradient."""
 
     def sum_of_means(self, value: Array) -> Array:
         """The sum over the examples of the mean over the values of each."""
         return value.reshape((len(value), -1)).mean(1).sum() if len(value.shape) > 1 else value.sum()
 
-    def has_scores(self, output: Any, y: Array) -> bool:
+    def has_scores(self, output: Any, y: Any) -> bool:
         """Whether the output is one score per class, for labels."""
-        return self.is_array(output) and len(output.shape) == 2 and len(y.shape) == 1 and "int" in str(y.dtype)
+        arrays = self.is_array(output) and hasattr(y, "shape")
+        return arrays and len(output.shape) == 2 and len(y.shape) == 1 and "int" in str(y.dtype)
 
-    def hits(self, output: Any, y: Array) -> Array:
+    def hits(self, output: Any, y: Tree) -> Array:
         """How many examples have their highest score at their label; 0 where the output is not one score per class."""
-        return self.count_hits(output, y) if self.has_scores(output, y) else self.zero(y)
+        scores, labels = self.scores(output), self.labels(y)
+        if self.has_scores(scores, labels):
+            return self.count_hits(scores, labels)
+        return self.zero(first(y))
 
     @abstractmethod
     def count_hits(self, output: Array, y: Array) -> Array: ...
@@ -129,18 +266,36 @@ class Losses(ABC):
     def zero(self, like: Array) -> Array:
         """The number 0, on the device of this array."""
 
-    def check_output(self, output: Any, y: Numbers, loss: Any, dtype: str) -> Shape:
-        """Check the output for one example, and describe it."""
-        shape = tuple(output.shape) if self.is_array(output) else ()
-        whole, rank = y.dtype.kind in "iu", len(shape)
-        if loss is None and not (rank > 1 and whole):
-            got = f"{self.an_array} of shape {shape}" if self.is_array(output) else type(output).__name__
+    def described(self, measure: Measure, output: Any, y: Tree, given: Tree, dtype: str) -> Shape:
+        """Check what comes out for one example, and describe it; `given` is y on the host."""
+        scores, labels = self.scores(output), self.labels(given)
+        shape = tuple(scores.shape) if self.is_array(scores) else ()
+        whole, rank = hasattr(labels, "dtype") and labels.dtype.kind in "iu", len(shape)
+        classes = None
+        if measure.loss is None and part(output, "loss") is None:
+            shown = output if scores is None else scores, given if labels is None else labels
+            kind, classes = self._check_default(*shown, shape, whole)
+        else:
+            _, weight = self.loss_of(measure, output, y)
+            kind = WEIGHTED if weight is not None else SUM if setting(measure.loss, "reduction") == "sum" else MEAN
+        for name, metric in measure.metrics:
+            self._pair(f"metric {name!r}", metric(output, y))
+        own = part(output, "loss") is not None if measure.loss is None else foreign(measure.loss)
+        return Shape(shape[1] if rank == 2 and whole and labels.ndim == 1 else None, dtype, kind, own, classes)
+
+    def _check_default(self, scores: Any, labels: Any, shape: tuple[int, ...], whole: bool) -> tuple[str, int]:
+        """Whether the default loss will do; returns its kind, and the number of classes."""
+        if not (len(shape) > 1 and whole):
+            got = f"{self.an_array} of shape {shape}" if self.is_array(scores) else type(scores).__name__
+            of = getattr(labels, "dtype", type(labels).__name__)
             raise WrongType(
                 f"the default loss, softmax cross-entropy, needs {self.an_array} of scores per class and whole-number labels, "
-                f"got {got} and labels of {y.dtype}: pass loss=f(output, y)"
+                f"got {got} and labels of {of}: pass loss=f(output, y)"
             )
-        if loss is None and rank == 2 and y.ndim != 1:
+        if len(shape) == 2 and labels.ndim != 1:
             raise Invalid(
-                f"labels must be of shape (n,), got (n, {', '.join(map(str, y.shape[1:]))}): use y.reshape(-1)"
+                f"labels must be of shape (n,), got (n, {', '.join(map(str, labels.shape[1:]))}): use y.reshape(-1)"
             )
-        return Shape(shape[1] if rank == 2 and y.ndim == 1 and whole else None, dtype)
+        if labels.ndim > 1:
+            return WEIGHTED, shape[class_axis(shape, labels.shape)]
+        return MEAN, shape[1]

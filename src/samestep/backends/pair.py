@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import Invalid, WrongType
+
+Given = tuple[Sequence[Any], dict[str, Any]]  # what a model is called with
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,22 +37,22 @@ class Pair:
         if callable(self.params) and self.state is not None:
             raise Invalid("Pair: init(key, x) makes parameters only: with a state, call it and pass what it gives")
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, *x: Any, **named: Any) -> Any:
         """The output in evaluation."""
-        output, _ = call(self.apply, self.params, self.state, x, None, False)
+        output, _ = call(self.apply, self.params, self.state, (x, named), None, False)
         return output
 
 
 Pair.__module__ = "samestep.models.jax"  # its public name, by which models of JAX are known
 
 
-def call(apply: Any, params: Any, state: Any, x: Any, key: Any, train: bool) -> tuple[Any, Any]:
+def call(apply: Any, params: Any, state: Any, given: Given, key: Any, train: bool) -> tuple[Any, Any]:
     """(output, state) of a pair's function."""
-    named = inspect.signature(apply).parameters
+    (x, more), named = given, inspect.signature(apply).parameters
     options = {name: value for name, value in (("key", key if train else None), ("train", train)) if name in named}
     if state is None:
-        return apply(params, x, **options), None
-    output, new = apply(params, state, x, **options)
+        return apply(params, *x, **more, **options), None
+    output, new = apply(params, state, *x, **more, **options)
     return output, new
 
 

@@ -27,6 +27,8 @@ def side_by_side(threads: int) -> int:
 class Workers:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self.keeping = False  # whether threads wait for a next run: those of a Group are to know their lanes again
+        self._kept: dict[str, ThreadPoolExecutor] = {}  # by what they were made for
         self._busy = threading.Lock()
         self.prepare: Callable[[], object] = lambda: None  # what a thread of the run calls first
 
@@ -49,13 +51,21 @@ class Workers:
         try:
             count = side_by_side(threads)
             if devices[0].kind == "cpu" and count >= least:
-                self._pool = ThreadPoolExecutor(count, "samestep", initializer=prepare)
+                kind = f"{count} {prepare}" if self.keeping else ""
+                self._pool = self._kept.pop(kind, None) or ThreadPoolExecutor(count, "samestep", initializer=prepare)
             yield
         finally:
-            if self._pool:
+            if self._pool and self.keeping:
+                self._kept[kind] = self._pool
+            elif self._pool:
                 self._pool.shutdown(cancel_futures=True)
-                self._pool = None
+            self._pool = None
             self._busy.release()
+
+    def let_go(self) -> None:
+        """End the threads that wait for a next run."""
+        while self._kept:
+            self._kept.popitem()[1].shutdown()
 
     def beside(self, task: Callable[[], Any]) -> Future[Any]:
         """Start a task in a thread of its own."""

@@ -1,7 +1,8 @@
 """The way of examples to the devices.
 
 Arrays that fit are put on each device once, and a shard is gathered there. Everything else (np.memmap, a map-style dataset,
-arrays too large for the device) is read ahead, by threads or workers, shard by shard. All ways give the same numbers.
+arrays too large for the device or with a transform) is read ahead, by threads or workers, shard by shard, or by the thread
+that runs the fit. All ways give the same numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.examples import Arrays, Numbers, Source, labels, numbers
+from samestep import trees
+from samestep.backends.losses import IGNORED, part
+from samestep.data.convert import PADDING, both, labels, named, numbers
+from samestep.data.examples import Arrays, Source
 from samestep.data.readers import NAME, Workers
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 from samestep.shards import Span
+from samestep.trees import Tree
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
@@ -30,29 +35,41 @@ READ_AHEAD = 32  # shards
 SHARE_OF_DEVICE = 0.25  # of a GPU's free memory that data may take and still be kept there
 
 
-def check_labels(name: str, y: Numbers, classes: int | None) -> None:
+def check_labels(name: str, y: Tree, classes: int | None) -> None:
     """Labels must be whole numbers from 0 to classes - 1: a GPU kernel would not say so, but crash."""
-    if classes is not None and not 0 <= int(y.min()) <= int(y.max()) < classes:
+    y = part(y, "labels", "label") if isinstance(y, Mapping) else y
+    if classes is None or not isinstance(y, np.ndarray):
+        return
+    counted = y if y.ndim == 1 else y[y != IGNORED]
+    if counted.size and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
         wanted = f"labels must be from 0 to {classes - 1}, as the model gives {classes} scores"
-        raise Invalid(f"{name} y: {wanted}, got labels from {int(y.min())} to {int(y.max())}")
+        raise Invalid(f"{name} y: {wanted}, got labels from {int(counted.min())} to {int(counted.max())}")
 
 
 class Feed:
     """Brings examples to the devices that compute; made once for a run and used for every pass."""
 
     def __init__(
-        self, backend: Backend, examples: Arrays | Source, devices: Sequence[Device], classes: int | None, workers: int = 0
+        self, backend: Backend, examples: Arrays | Source, devices: Sequence[Device], classes: int | None, workers: int = 0,
+        seed: int = 0,
     ) -> None:  # fmt: skip
-        self.backend, self.examples, self.classes = backend, examples, classes
-        self.resident: dict[Device, tuple[Any, Any]] = {}
+        self.backend, self.examples, self.classes, self.seed = backend, examples, classes, seed
+        self.resident: dict[Device, tuple[Tree, Tree]] = {}
         self._readers: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        self._count, self._kinds = workers, set[str]()  # of workers; of shards
-        if isinstance(examples, Arrays) and examples.in_memory:
-            x, y = numbers(examples.x), labels(numbers(examples.y))
+        self._count = workers
+        self._kinds, self._shapes = set[str](), set[str]()  # of shards; of examples
+        if workers and examples.readers == 0:
+            wanted = f"readers=0 has {examples.name} read by the thread that runs the fit, and workers={workers} by processes"
+            raise Invalid(f"{wanted}: use one of the two")
+        if isinstance(examples, Arrays) and examples.in_memory and not examples.transform:
+            x, y = both(numbers, examples.x, examples.y)
+            y = y if y is x else trees.mapped(labels, y)
             check_labels(examples.name, y, classes)
-            if all(self._fits(device, x.nbytes + y.nbytes) for device in set(devices)):
-                self.resident = {device: (backend.put(x, device), backend.put(y, device)) for device in set(devices)}
+            size = sum(array.nbytes for array in trees.leaves(x if y is x else (x, y)))
+            if all(self._fits(device, size) for device in set(devices)):
+                for device in set(devices):
+                    self.resident[device] = both(lambda array, device=device: backend.put(array, device), x, y)
 
     def _fits(self, device: Device, size: int) -> bool:
         if device.kind == "cpu":
@@ -60,26 +77,48 @@ class Feed:
         total, used = self.backend.memory(device)
         return size <= (total - used) * SHARE_OF_DEVICE
 
-    def start(self, order: NDArray[np.int64], spans: Sequence[Span]) -> Pass:
+    @property
+    def here(self) -> bool:
+        """Whether the thread that runs the fit reads, and `Pass.prepare` must be called before shards are asked for."""
+        return self.examples.readers == 0 and not self.resident
+
+    def start(self, order: NDArray[np.int64], spans: Sequence[Span], epoch: int = 0) -> Pass:
         """Begin a pass: `spans` are the shards, in the order in which they will be asked for, as ranges of `order`."""
-        if not self.resident and not self._readers:
-            threads = min(4, os.cpu_count() or 1) if self.examples.thread_safe else 1
-            if self._count and isinstance(self.examples, Source):
+        if not self.resident and not self._readers and not self.here:
+            threads = self.examples.readers or (min(4, os.cpu_count() or 1) if self.examples.thread_safe else 1)
+            given: Any = self.examples if isinstance(self.examples, Source) else self.examples.transform
+            if self._count and given:
                 try:
-                    self._workers, threads = Workers(self.examples, self._count), self._count
+                    self._workers, threads = Workers(given, self._count), self._count
                 except Exception as error:
                     instead = f"workers={self._count}: one thread reads {self.examples.name} instead"
                     warnings.warn(f"{instead}, as no worker can get it: {error}", stacklevel=2)
             self._readers = ThreadPoolExecutor(threads, NAME)
-        return Pass(self, order, spans)
+        return Pass(self, order, spans, epoch)
 
-    def checked(self, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
+    def read(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tree, Tree]:
+        """x and y of these examples, read by a worker if there are any."""
+        if self._workers is None:
+            return self.examples.read(indices, self.seed, epoch)
+        # Of arrays, a worker has only the transform.
+        rows = [] if isinstance(self.examples, Source) else [self.examples.fetch(indices)]
+        x, y = self._workers.read(*rows, indices, self.seed, epoch)
+        return x, y
+
+    def checked(self, x: Tree, y: Tree) -> tuple[Tree, Tree]:
         """A shard as it was read, if it is like those before it."""
-        check_labels(self.examples.name, y, self.classes)
-        self._kinds.add(f"x of {x.dtype} with y of {y.dtype}")
+        name = self.examples.name
+        check_labels(name, y, self.classes)
+        found = {label.strip(): array for label, array in named("", x if y is x else (x, y))}
+        self._kinds.add(" with ".join(f"{label} of {array.dtype}" for label, array in found.items()))
         if len(self._kinds) > 1:
-            raise WrongType(f"{self.examples.name} must be of one type, got {' and '.join(sorted(self._kinds))}")
-        return np.ascontiguousarray(x), np.ascontiguousarray(y)  # kernels are chosen by how memory lies, too
+            raise WrongType(f"{name} must be of one type, got {' and '.join(sorted(self._kinds))}")
+        if self.examples.of_one_shape:
+            self._shapes.add(" with ".join(f"{label} of {array.shape[1:]}" for label, array in found.items()))
+            if len(self._shapes) > 1:
+                told = " and ".join(sorted(self._shapes))
+                raise WrongType(f"{name} must have examples of one shape, got {told}: {PADDING}")
+        return both(np.ascontiguousarray, x, y)  # kernels are chosen by how memory lies, too
 
     def close(self) -> None:
         if self._readers:
@@ -91,34 +130,49 @@ class Feed:
 class Pass:
     """One pass over the examples in a given order."""
 
-    def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span]) -> None:
-        self.feed, self.order, self.spans = feed, order, list(spans)
+    def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span], epoch: int) -> None:
+        self.feed, self.order, self.spans, self.epoch = feed, order, list(spans), epoch
         self._order_on = {device: feed.backend.index(order, device) for device in feed.resident}
-        self._ahead: dict[Span, Future[tuple[Numbers, Numbers]]] = {}
+        self._ahead: dict[Span, Future[tuple[Tree, Tree]]] = {}
+        self._prepared: dict[Span, tuple[Tree, Tree]] = {}
         self._next = 0
         self._lock = threading.Lock()
 
-    def shard(self, span: Span, device: Device) -> tuple[Any, Any]:
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Read these shards in this thread, if that is who reads; else they are read ahead when they are asked for."""
+        if self.feed.here:
+            self._prepared |= {span: self.read(span) for span in spans}
+
+    def again(self, span: Span) -> Pass:
+        """A pass over one shard of this one, which is read anew."""
+        new = self.feed.start(self.order, [span], self.epoch)
+        new.prepare([span])
+        return new
+
+    def read(self, span: Span) -> tuple[Tree, Tree]:
+        """The examples of one shard on the host, read by this thread."""
+        return self.feed.examples.read(self.order[slice(*span)], self.feed.seed, self.epoch)
+
+    def shard(self, span: Span, device: Device) -> tuple[Tree, Tree]:
         """The examples of one shard, on a device."""
         backend = self.feed.backend
         if self.feed.resident:
             index = self._order_on[device][span[0] : span[1]]
-            x, y = self.feed.resident[device]
-            return backend.take(x, index), backend.take(y, index)
-        x, y = self._read(span)
+            return both(lambda array: backend.take(array, index), *self.feed.resident[device])
+        read = self._prepared.pop(span) if self.feed.here else self._read(span)
         # A copy, even on the CPU: memory that the framework allocated is aligned alike for every shard and run.
-        return backend.copy(x, device), backend.copy(y, device)
+        return both(lambda array: backend.copy(array, device), *self.feed.checked(*read))
 
-    def _read(self, span: Span) -> tuple[Numbers, Numbers]:
-        readers, read = self.feed._readers, (self.feed._workers or self.feed.examples).read
+    def _read(self, span: Span) -> tuple[Tree, Tree]:
+        readers = self.feed._readers
         assert readers is not None
         with self._lock:
             while self._next < len(self.spans) and (len(self._ahead) < READ_AHEAD or span not in self._ahead):
                 wanted = self.spans[self._next]
-                self._ahead[wanted] = readers.submit(read, self.order[wanted[0] : wanted[1]])
+                self._ahead[wanted] = readers.submit(self.feed.read, self.order[wanted[0] : wanted[1]], self.epoch)
                 self._next += 1
             reading = self._ahead.pop(span)
-        return self.feed.checked(*reading.result())  # waits if the source is slower than the device
+        return reading.result()  # waits if the source is slower than the device
 
 
 @dataclass(frozen=True)

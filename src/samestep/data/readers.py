@@ -1,7 +1,8 @@
 """Worker processes that read a source ahead, each with a source of its own, made from what can be pickled.
 
-A worker answers indices with their examples, so the order of its work decides nothing. It ends when its socket does: with the
-run, also when this process is killed. (A socket takes a large array at once; multiprocessing's pipes take it in small pieces.)
+A worker answers indices with their examples (or examples with what a transform makes of them), so the order of its work
+decides nothing. It ends when its socket does: with the run, also when this process is killed. (A socket takes a large array
+at once; multiprocessing's pipes take it in small pieces.)
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from samestep.data.examples import Numbers, Source
+from samestep.data.examples import Source
+from samestep.data.transform import Transform
 from samestep.errors import ProcessFailed
 
 NAME, UNGUARDED = "samestep-read", 77  # of a worker; its exit status if the script that it imports begins a fit
 
 
 class Workers:
-    def __init__(self, source: Source, count: int) -> None:
+    def __init__(self, source: Source | Transform, count: int) -> None:
         self.name, content, context = source.name, pickle.dumps(source), multiprocessing.get_context("spawn")
         self._idle: list[Any] = []
         for _ in range(count):
@@ -31,10 +33,10 @@ class Workers:
             theirs.close()  # so that the socket ends with the process
             self._idle.append((process, ours, ours.makefile("rb"), content))
 
-    def read(self, indices: Numbers) -> Any:
+    def read(self, *asked: Any) -> Any:
         process, ours, file, content = self._idle.pop(0)  # there is one: as many threads read as there are workers
         try:
-            ours.sendall(content + pickle.dumps(indices))
+            ours.sendall(content + pickle.dumps(asked))
             answer = pickle.load(file)
         except (EOFError, OSError, pickle.UnpicklingError):
             process.join(5)
@@ -67,7 +69,7 @@ def _work(end: socket.socket) -> None:
                 source = pickle.load(file) if source is None else source
                 if "torch" in sys.modules:
                     sys.modules["torch"].set_num_threads(1)
-                answer = source.read(pickle.load(file))
+                answer = source.read(*pickle.load(file))
             except Exception as error:
                 answer = ProcessFailed(f"a worker met {type(error).__name__}: {error} (try workers=0)")
                 with suppress(Exception):  # not every error can be made again from what is sent

@@ -6,18 +6,25 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from samestep.backends.base import Replica
-from samestep.checks import Count, checked, one_of
+from samestep.checks import BelowOne, Count, Steps, checked, one_of
 from samestep.errors import Invalid
 
 
 @dataclass(frozen=True)
 class Average:
-    """Which weights of the path are averaged, and how much each counts; see `swa` and `path_average`."""
+    """Which weights of the path are averaged, and how much each counts; see `swa`, `path_average` and `ema`."""
 
     kind: str
     start: int = 0
     every: int = 1
     unit: str = "epochs"
+
+
+@dataclass(frozen=True)
+class Exponential(Average):
+    """An average that forgets; see `ema`."""
+
+    decay: float = 0.999
 
 
 def swa(start: Count, every: Count = 1, unit: Annotated[str, one_of("epochs", "steps")] = "epochs") -> Average:
@@ -42,6 +49,18 @@ def path_average() -> Average:
     return Average("path")
 
 
+def ema(decay: BelowOne = 0.999, start: Steps = 0) -> Exponential:
+    """The exponential moving average of the weights after every step from step `start` on: x̄ ← x̄ + (x − x̄)(1 − decay).
+
+    It begins with a copy of the first of them.
+
+    >>> ema(0.99)
+    Exponential(kind='ema', start=0, every=1, unit='steps', decay=0.99)
+    """
+    given = checked("ema", ema, locals())
+    return Exponential("ema", given["start"], unit="steps", decay=given["decay"])
+
+
 class Averager:
     """Keeps an average of one replica's weights, and of its buffers of real numbers, while it trains, if one is wanted."""
 
@@ -53,7 +72,7 @@ class Averager:
         scale = steps_per_epoch if average.unit == "epochs" else 1
         self._start, self._every = average.start * scale, average.every * scale
         if self._start > steps_per_epoch * max_epochs:
-            raise Invalid(f"swa: start={average.start} {average.unit} is after the end of the training")
+            raise Invalid(f"{average.kind}: start={average.start} {average.unit} is after the end of the training")
 
     def before(self, lr: float) -> None:
         """Called before an update with this rate."""
@@ -62,7 +81,7 @@ class Averager:
 
     def after(self, t: int) -> None:
         """Called after an update, when t updates have been made."""
-        if self.average.kind == "swa" and t >= self._start and (t - self._start) % self._every == 0:
+        if self.average.kind in ("swa", "ema") and t >= self._start and (t - self._start) % self._every == 0:
             self._add(1.0)
 
     def restore(self, total: float, tensors: Any) -> None:
@@ -78,5 +97,5 @@ class Averager:
         if not self.vectors:
             self.vectors = [vector * 1.0 for vector in now]
         else:
-            share = weight / self.total
+            share = 1 - self.average.decay if isinstance(self.average, Exponential) else weight / self.total
             self.vectors = [mean + (vector - mean) * share for mean, vector in zip(self.vectors, now, strict=True)]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from samestep.backends.base import Replica, Vector
-from samestep.backends.updaters import Mean, Updater
+from samestep.backends.updaters import Clip, Mean, Updater
 from samestep.errors import Invalid
+from samestep.optimizers.grouping import Groups, Segment, segments_of
 from samestep.optimizers.rules import SGD, AdaGrad, Adam, Descent, Optimizer, State, Updated
 
 BLOCK = 1 << 16  # numbers at a time: few enough that intermediate results stay in a core's cache
@@ -22,14 +23,37 @@ class Update:
 
     mean: Mean
     optimizer: Optimizer
+    segments: tuple[Segment, ...] = ()  # if there are groups
+    weighted: bool = False  # over a weight, a vector of one number: if that is zero, nothing changes
 
-    def __call__(self, x: Vector, state: State, total: Vector, examples: int, lr: float, t: int, z: Vector) -> Updated:
-        gradient = self.mean(total, examples)
-        if not is_ours(self.optimizer):
-            return self.optimizer.update(x, gradient, state, lr, t, z)
-        direction, state = self.optimizer.direction(x, gradient, state, t)
-        x -= direction * lr  # in place where vectors can be written to
-        return x, state
+    def __call__(self, x: Vector, state: State, total: Vector, over: Any, lr: float, t: int, z: Vector) -> Updated:
+        gradient = self.mean(total, over)
+        if not self.weighted:
+            return self._moved(x, gradient, state, lr, t, z)
+        new, slots = self._moved(x * 1, gradient, state, lr, t, z)  # of a copy: it may have to stay as it was
+        choose = self.mean.backend.choose
+        return choose(over, new, x), {name: choose(over, slot, state[name]) for name, slot in slots.items()}
+
+    def _moved(self, x: Vector, gradient: Vector, state: State, lr: float, t: int, z: Vector) -> Updated:
+        if not self.segments:
+            return _updated(self.optimizer, x, gradient, state, lr, t, z)
+        parts = list[Updated]()
+        for one in self.segments:
+            new: Updated = x[one.part], {name: slot[one.part] for name, slot in state.items()}
+            if not one.frozen:
+                noise = None if z is None else z[one.part]
+                new = _updated(one.optimizer, new[0], gradient[one.part], new[1], lr * one.lr_scale, t, noise)
+            parts.append(new)
+        concat = self.mean.backend.concat
+        return concat([x for x, _ in parts]), {name: concat([slots[name] for _, slots in parts]) for name in state}
+
+
+def _updated(optimizer: Optimizer, x: Vector, g: Vector, state: State, lr: float, t: int, z: Vector) -> Updated:
+    if not is_ours(optimizer):
+        return optimizer.update(x, g, state, lr, t, z)
+    direction, state = optimizer.direction(x, g, state, t)
+    x -= direction * lr  # in place where vectors can be written to
+    return x, state
 
 
 def is_ours(optimizer: Optimizer) -> TypeGuard[Descent]:
@@ -40,44 +64,58 @@ def is_ours(optimizer: Optimizer) -> TypeGuard[Descent]:
 class FlatUpdater(Updater):
     """One of samestep's optimizers at work on one replica."""
 
-    def __init__(self, optimizer: Optimizer, replica: Replica, clip: float, alone: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        replica: Replica,
+        clip: Clip,
+        alone: bool,
+        groups: Groups | None = None,
+        weighted: bool = False,
+    ) -> None:
         """`alone`: no other replica of this process gets the same sum, so it may be overwritten."""
-        backend = replica.backend
+        backend, size = replica.backend, replica.layouts[0].size
         self.optimizer, self.replica = optimizer, replica
-        for name, how in replica.own_settings(bool(getattr(optimizer, "weight_decay", 0))).items():
+        segments = segments_of(replica, optimizer, groups) if groups else ()
+        self._segments = segments or (Segment(0, size, optimizer),)
+        decays = any(bool(getattr(one.optimizer, "weight_decay", 0)) for one in self._segments)
+        for name, how in replica.own_settings(decays).items():
             what = f"{name} has {how}, which samestep's optimizers do not follow"
             raise Invalid(f"{what}: use one of {backend.name}, or leave it out")
         self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}
-        self._mean = Mean(backend, replica.layouts[0].size, clip, in_place=alone)
-        update = Update(self._mean, optimizer)
+        spans = tuple((one.lo, one.hi, one.frozen) for one in segments)
+        self._mean = Mean(backend, size, clip, alone, spans if any(one.frozen for one in segments) else ())
+        update = Update(self._mean, optimizer, segments, weighted)
         self._update = backend.compiled(update) if is_ours(optimizer) else update
         self._on_host = replica.device.kind == "cpu" and backend.in_memory(replica.parameters) is not None
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
-    def follow(self, total: Vector, examples: int, lr: float, t: int, z: Vector) -> None:
+    def follow(self, total: Vector, over: Any, lr: float, t: int, z: Vector) -> None:
         x = self.replica.parameters
         if self._on_host and is_ours(self.optimizer):
-            self._follow_in_memory(self.optimizer, x, total, examples, lr, t)
+            if number := self.on_host(over):
+                self._follow_in_memory(x, total, number, lr, t)
         else:
-            x, self.state = self._update(x, self.state, total, examples, lr, t, z)
+            x, self.state = self._update(x, self.state, total, over, lr, t, z)
         self.replica.assign(x)
 
-    def _follow_in_memory(self, optimizer: Descent, x: Vector, total: Vector, examples: int, lr: float, t: int) -> None:
+    def _follow_in_memory(self, x: Vector, total: Vector, over: float, lr: float, t: int) -> None:
         """The update in the vectors' own memory, block by block. Every number is computed alone, so no bit changes."""
         if self._mean.clip:
-            total, examples = self._mean(total, examples), 1
+            total, over = self._mean(total, over), 1
         numpy: Any = self.replica.backend.in_memory
         x, total, state = numpy(x), numpy(total), {name: numpy(slot) for name, slot in self.state.items()}
         change = np.empty(min(BLOCK, len(x)), x.dtype)
-        for lo in range(0, len(x), BLOCK):
-            part = slice(lo, min(lo + BLOCK, len(x)))
+        blocks = [(one, lo) for one in self._segments if not one.frozen for lo in range(one.lo, one.hi, BLOCK)]
+        for own, lo in blocks:
+            part, rule = slice(lo, min(lo + BLOCK, own.hi)), cast(Descent, own.optimizer)
             slots = {name: slot[part] for name, slot in state.items()}
-            gradient = total[part] if examples == 1 else total[part] / examples
-            direction, slots = optimizer.direction(x[part], gradient, slots, t)
+            gradient = total[part] if over == 1 else total[part] / over
+            direction, slots = rule.direction(x[part], gradient, slots, t)
             here = change[: part.stop - lo]
-            np.multiply(direction, lr, out=here)
+            np.multiply(direction, lr * own.lr_scale, out=here)
             np.subtract(x[part], here, out=x[part])
             for name, slot in slots.items():
                 state[name][part] = slot

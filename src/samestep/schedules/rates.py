@@ -45,9 +45,10 @@ class Rates:
     """The rates of one fit, epoch by epoch, rounded once to the type of the weights."""
 
     def __init__(
-        self, schedule: Any, updaters: Sequence[Updater], steps_per_epoch: int, max_epochs: int, shape: Shape
-    ) -> None:
-        self.steps, self.dtype = steps_per_epoch, shape.dtype
+        self, schedule: Any, updaters: Sequence[Updater], steps_per_epoch: int, max_epochs: int, shape: Shape,
+        monitor: str | None = None,
+    ) -> None:  # fmt: skip
+        self.steps, self.dtype, self.monitor = steps_per_epoch, shape.dtype, monitor
         self.plateau: Plateau | None = None
         if schedule is not None and updaters[0].fixed:
             how = "Pass the function that makes it (optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
@@ -59,7 +60,7 @@ class Rates:
             self._past = schedule.state()
             self.plateau = plateau = Plateau.from_state(self._past)  # a copy: the user's is left as it was
             self._rate: Callable[[int], Any] = lambda t: plateau.lr
-            if schedule.settings["mode"] == "max" and shape.classes is None:
+            if schedule.settings["mode"] == "max" and shape.classes is None and not monitor:
                 raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
@@ -78,8 +79,10 @@ class Rates:
         return [self._rounded(rate(f"schedule({t})", self._rate(t))) for t in range(first, first + self.steps)]
 
     def observe(self, row: dict[str, Any]) -> None:
-        """Take note of the numbers of an epoch."""
-        if self.plateau:
+        """Take note of the numbers of an epoch: of one column of the history, or of the loss or the accuracy."""
+        if self.plateau and self.monitor:
+            self.plateau.observe(row[self.monitor])
+        elif self.plateau:
             which = "accuracy" if self.plateau.settings["mode"] == "max" else "loss"
             self.plateau.observe(row[f"test_{which}"] if row["test_loss"] is not None else row[f"train_{which}"])
 

@@ -71,7 +71,7 @@ def train(
     clip: Annotated[float | None, option("Largest norm of the gradient; 0: no limit  [0]")] = None,
     seed: Annotated[int | None, option("Decides weights, order and noise  [0]")] = None,
     threads_per_shard: Annotated[int | None, option("Threads of arithmetic per shard on the CPU  [1]")] = None,
-    sampling: Annotated[str | None, option("without_replacement or with_replacement")] = None,
+    sampling: Annotated[str | None, option("without_replacement, with_replacement or in_order")] = None,
     deterministic: Annotated[bool | None, option("--no-deterministic gives up sameness")] = None,
     portable: Annotated[bool, option("The same bits on every x86-64 CPU with AVX2", "--portable")] = False,
     accept: Annotated[str | None, option("What may have changed since: numerics, code, data, or several")] = None,

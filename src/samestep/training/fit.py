@@ -14,6 +14,7 @@ import numpy as np
 
 from samestep import draws, fingerprint
 from samestep.backends.base import Backend
+from samestep.backends.losses import MEAN
 from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed
 from samestep.devices import Device
@@ -27,10 +28,12 @@ from samestep.runs.run import Run
 from samestep.schedules.rates import Rates
 from samestep.shards import cut_pass, tree_sum
 from samestep.signals import Signals, heard
-from samestep.training.group import Group, probe
+from samestep.training.measuring import checked, measured
 from samestep.training.progress import show
 from samestep.training.recipe import recipe
 from samestep.training.rehearsal import Rehearsal
+from samestep.training.replicas import Replicas
+from samestep.training.start import put_into
 
 if TYPE_CHECKING:
     from samestep.training.trainer import Trainer
@@ -42,30 +45,59 @@ class Fit:
     """What one fit needs while it runs."""
 
     def __init__(
-        self, settings: Trainer, backend: Backend, model: Any, data: Data, devices: list[Device], world: World
-    ) -> None:
+        self, settings: Trainer, backend: Backend, model: Any, data: Data, devices: list[Device], world: World,
+        weights: Any = None,
+    ) -> None:  # fmt: skip
         self.settings, self.backend, self.data, self.devices, self.world = settings, backend, data, devices, world
-        self.shape = probe(backend, model, settings.loss, data.train)
+        for examples in (data.train, data.test):
+            if examples:
+                examples.check(settings.batch_size, settings.sampling)
+        self.shape, self.measure = measured(settings, backend, model, data.train)
         if data.test:
-            probe(backend, model, settings.loss, data.test)  # an error comes now, and not after an epoch
-        self.group = Group(settings, backend, model, devices, world)
+            _, other = measured(settings, backend, model, data.test)  # an error comes now, and not after an epoch
+            if other != self.measure:
+                raise Invalid("test must have the structure of train: the model takes its examples in another way")
+        labels = self.shape.labels
+        self.feed = Feed(backend, data.train, devices, labels, settings.workers, settings.seed)
+        self.test = Feed(backend, data.test, devices, labels, settings.workers) if data.test else None
+        try:
+            self.prepare(model, weights)
+        except BaseException:  # threads and workers may already read for the feeds
+            self.close_feeds()
+            raise
+
+    def close_feeds(self) -> None:
+        for feed in (self.feed, self.test):
+            if feed:
+                feed.close()
+
+    def prepare(self, model: Any, weights: Any) -> None:
+        """Make the replicas and all else that the loop needs."""
+        settings, backend, data, devices, world = self.settings, self.backend, self.data, self.devices, self.world
+        self.measure = checked(settings, backend, model, self.shape, self.measure, self.feed, devices[0])
+        self.group = Replicas(settings, backend, model, self.measure, devices, world)
+        if weights is not None:
+            put_into(self.group.replicas, weights)  # before there are optimizers, which may copy them
         self.batches = cut_pass(len(data.train), settings.batch_size, settings.shards)
         first, steps = self.group.replicas[0], len(self.batches)
         for pattern in settings.state:
             if not fnmatch.filter(first.names.keys() - set(first.layouts[0].names), pattern):
                 raise Invalid(f"state: nothing that is not trained is called {pattern!r}: Run.weights() has the names")
-        self.rates = Rates(settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape)
+        scores = ["loss", *["accuracy"][: self.shape.classes is not None], *settings.metrics]
+        columns = [f"{of}_{name}" for of in ("train", "test")[: 1 + bool(data.test)] for name in scores]
+        if settings.monitor not in (None, *columns):
+            raise Invalid(f"monitor: this fit has {', '.join(columns)}, got {settings.monitor!r}")
+        self.rates = Rates(
+            settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape, settings.monitor
+        )
         self.averager = Averager(settings.average, first, steps, settings.max_epochs)
-        labels = self.shape.classes if settings.loss is None else None  # number of classes, if labels are to be checked
-        self.feed = Feed(backend, data.train, devices, labels, settings.workers)
-        self.test = Feed(backend, data.test, devices, labels, settings.workers) if data.test else None
         about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._model = first.model
-        self.step = 0  # updates made
+        self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
         self.last = steps * settings.max_epochs
-        self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits] of this epoch's steps, as far as fetched
+        self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
         self.rehearsal = Rehearsal(self)
         self.folder: RunFolder | None = None
@@ -88,6 +120,8 @@ class Fit:
             with Signals(settings.run_dir is not None) as self.signals, heard():
                 self.begin()
                 for epoch in range(self.step // len(self.batches), settings.max_epochs):
+                    if self.stalled():
+                        break
                     self.epoch(epoch)
             with heard():
                 self.end()
@@ -95,7 +129,8 @@ class Fit:
             if self.signals.number:  # after the last vote: the run is complete, but the signal still counts
                 self.signals.end()
         finally:
-            for closing in (self.feed, self.test, display, self.group):
+            self.close_feeds()
+            for closing in (display, self.group):
                 if closing:
                     closing.close()
             self.group.replicas[0].release()  # the run keeps this replica, for its model
@@ -133,7 +168,8 @@ class Fit:
         self.result.devices, self.result.resumed, self.step = devices, found.step, found.step
         for row in self.result.history:
             self.rates.observe(row)
-        self.table += [found.tensors["log:numbers"]] if "log:numbers" in found.tensors else []
+        if "log:numbers" in found.tensors:
+            self.table.append(found.tensors["log:numbers"].reshape(-1, self.group.replicas[0].numbers))
 
     def save(self) -> None:
         """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
@@ -143,7 +179,7 @@ class Fit:
         about = {
             "step": self.step, "time": time.time(), "recipe": self.result.recipe, "history": list(self.result.history),
             "average": self.averager.total if self.settings.average else None,
-            "metric": None if row is None else row["train_loss"] if row["test_loss"] is None else row["test_loss"],
+            "metric": None if row is None else self.watched(row),
         }  # fmt: skip
         first = self.group.replicas[0]
         groups = {"model": first.tensors(), "optimizer": self.group.updaters[0].tensors()}
@@ -154,6 +190,18 @@ class Fit:
             groups["average"] = first.tensors(self.averager.vectors)
         tensors = {f"{kind}:{name}": tensor for kind, named in groups.items() for name, tensor in named.items()}
         self.folder.save(about, tensors)
+
+    def watched(self, row: dict[str, Any]) -> float:
+        """What says which checkpoint is the best: the lower, the better."""
+        name = self.settings.monitor or ("train_loss" if row["test_loss"] is None else "test_loss")
+        value = math.inf if row[name] is None else row[name]
+        return -value if self.settings.mode == "max" else value
+
+    def stalled(self) -> bool:
+        """Whether the last `patience` epochs have brought nothing better. It follows from the history alone."""
+        values = [self.watched(row) for row in self.result.history]
+        patience = self.settings.patience
+        return patience is not None and bool(values) and len(values) - 1 - values.index(min(values)) >= patience
 
     def end(self) -> None:
         tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
@@ -183,14 +231,15 @@ class Fit:
         start = self.step - epoch * steps
         rates = self.rates.epoch(epoch)
         order = draws.order(settings.seed, epoch, len(self.data.train), settings.sampling)
-        pass_ = self.feed.start(order, self.group.spans_here(self.batches[start:]))
+        pass_ = self.feed.start(order, self.group.spans_here(self.batches[start:]), epoch)
         keys = draws.keys_from(settings.seed, self.step, settings.shards)
-        pending: list[tuple[Any, Any]] = []  # [losses | hits] and fingerprint of steps not yet fetched
+        pending: list[tuple[Any, Any]] = []  # [losses | hits | more] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
             vote = self.world.vote(bool(self.signals.number))
             self.averager.before(rates[i])
             batch = Batch(pass_, spans, next(keys))
+            pass_.prepare(self.group.spans_here([spans]) if self.feed.here else [])
             self.rehearsal(self.step, batch)
             numbers = self.group.step(batch, rates[i], self.step)
             self.step += 1
@@ -209,15 +258,19 @@ class Fit:
             what = f"after step {self.step} the replicas on {', '.join(self.result.devices)} are no longer equal"
             why = "something outside samestep wrote to one of them, or a device computes wrongly"
             raise ReplicasDiffer(f"{what}: {why}")
-        table, self.table, n = np.concatenate(self.table), [], len(self.data.train)
+        table, self.table, shards = np.concatenate(self.table), [], settings.shards
+        losses, hits, more = table[:, :shards].tolist(), table[:, shards : 2 * shards], table[:, 2 * shards :]
+        train = self.group.summary(
+            math.fsum(map(tree_sum, losses)), None if self.shape.classes is None else float(hits.sum()),
+            [math.fsum(column) for column in more.T], len(self.data.train),
+        )  # fmt: skip
         row: dict[str, Any] = {
             "epoch": epoch + 1, "step": self.step, "lr": rates[-1],
-            "train_loss": math.fsum(tree_sum(losses.tolist()) for losses in table[:, 0]) / n,
-            "train_accuracy": None if self.shape.classes is None else float(table[:, 1].sum()) / n,
-            "test_loss": None, "test_accuracy": None, "seconds": time.perf_counter() - began,
+            **{f"train_{name}": value for name, value in train.items()}, **{f"test_{name}": None for name in train},
+            "seconds": time.perf_counter() - began,
         }  # fmt: skip
         if self.test:
-            row["test_loss"], row["test_accuracy"] = self.group.evaluate(self.test, self.shape.classes)
+            row |= {f"test_{name}": value for name, value in self.group.evaluate(self.test, self.shape.classes).items()}
             if not math.isfinite(row["test_loss"]):
                 what = f"the test loss is {row['test_loss']} after step {row['step']}"
                 raise NotFinite(f"{what}: lower the rate, clip the gradient, or look at the test examples")
@@ -242,22 +295,36 @@ class Fit:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
         numbers = self.backend.fetch([numbers for numbers, _ in pending])
         prints = self.backend.fetch([print_ for _, print_ in pending]).view(np.uint64)
-        table = np.asarray(numbers, np.float64).reshape(-1, 2, self.settings.shards)
-        first = epoch * len(self.batches) + start
+        table, shards = np.asarray(numbers, np.float64).reshape(len(pending), -1), self.settings.shards
+        first, losses, more = epoch * len(self.batches) + start, table[:, :shards], table[:, 2 * shards :]
         if not np.isfinite(table).all():
-            step, _, shard = np.argwhere(~np.isfinite(table))[0]
-            where = f"at step {first + step}, shard {shard}, with learning rate {rates[start + step]:g}"
+            step, place = np.argwhere(~np.isfinite(table))[0]
+            if place >= 2 * shards:
+                what = f"a metric or the weight of the loss is not finite at step {first + step}"
+                raise NotFinite(f"{what}: look at the function that gives it")
+            where = f"at step {first + step}, shard {place % shards}, with learning rate {rates[start + step]:g}"
             advice = "lower the rate, clip the gradient, or look at that shard's examples"
-            raise NotFinite(f"the loss is {table[step, 0, shard]} {where}: {advice}")
+            raise NotFinite(f"the loss is {losses[step, place % shards]} {where}: {advice}")
         hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
         batches = self.batches[start : start + len(pending)]
         self.emit({
             "event": "steps", "epoch": epoch + 1, "first": first, "lr": rates[start : start + len(pending)],
-            "examples": [spans[-1][1] - spans[0][0] for spans in batches], "loss": table[:, 0].tolist(),
-            "hits": None if self.shape.classes is None else table[:, 1].astype(int).tolist(), "fingerprint": hexes,
+            "examples": [spans[-1][1] - spans[0][0] for spans in batches], "loss": losses.tolist(),
+            "hits": None if self.shape.classes is None else table[:, shards : 2 * shards].astype(int).tolist(),
+            "fingerprint": hexes, **self.weights_of(more),
         })  # fmt: skip
         return table
+
+    def weights_of(self, more: np.ndarray[Any, Any]) -> dict[str, Any]:
+        """What the losses of some steps are divided by, if it is not the number of examples."""
+        if self.measure.kind == MEAN:
+            return {}
+        weights = more[:, 0].tolist() if self.group.weighted else [1.0] * len(more)
+        if 0 in weights and not self.warned:
+            self.warned = True
+            warnings.warn("a batch has weight 0: its step changes nothing; the log tells of each", stacklevel=5)
+        return {"weight": weights}
 
     def average(self) -> None:
         """Add the averaged weights to the run, and evaluate them."""
@@ -269,7 +336,7 @@ class Fit:
         if self.folder:
             self.folder.weights(self.result.average, "average.safetensors")
         if self.test:
-            group = Group(self.settings, self.backend, first.model(vectors), self.devices, self.world)
-            loss, accuracy = group.evaluate(self.test, self.shape.classes)
+            group = Replicas(self.settings, self.backend, first.model(vectors), self.measure, self.devices, self.world)
+            found = group.evaluate(self.test, self.shape.classes)
             group.close()
-            self.result.average_metrics = {"test_loss": loss, "test_accuracy": accuracy}
+            self.result.average_metrics = {f"test_{name}": value for name, value in found.items()}

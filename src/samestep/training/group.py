@@ -1,174 +1,238 @@
-"""The replicas of a run as one group: one step, and one evaluation.
-
-g_s   = gradient of shard s, on whichever device holds it
-G     = tree(g_0, ..., g_{S-1})
-x     = optimizer(x, G / B, lr)      the same on every replica
-"""
+"""A loop of one's own: a Group makes one step at a time, from whatever batch it is given, as a fit does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from samestep import draws
+from samestep import draws, fingerprint
+from samestep.backends.losses import Measure, Shape
+from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed
-from samestep.errors import Invalid
-from samestep.optimizers.rules import Optimizer
-from samestep.optimizers.updating import FlatUpdater
-from samestep.processes.exchange import Across
+from samestep.errors import Invalid, WrongType
+from samestep.optimizers import rules
+from samestep.processes import place
 from samestep.processes.world import World
-from samestep.runs.checkpoint import pack, unpack
-from samestep.shards import Span, cut, cut_pass, parts, tree_sum
-from samestep.signals import heard
-from samestep.training.step import Step, StepAcross
+from samestep.runs import checkpoint
+from samestep.runs.checkpoint import Checkpoint, Tensors
+from samestep.schedules.kinds import constant
+from samestep.schedules.rates import Rates, rate
+from samestep.shards import cut_pass, tree_sum
+from samestep.training.measuring import checked, measured
+from samestep.training.replicas import Replicas
+from samestep.training.trainer import Trainer, matching
 
-if TYPE_CHECKING:
-    from samestep.backends.base import Backend, Replica, Shape, Vector
-    from samestep.backends.updaters import Updater
-    from samestep.data.examples import Arrays, Source
-    from samestep.devices import Device
-    from samestep.training.trainer import Trainer
-
-
-def probe(backend: Backend, model: Any, loss: Any, examples: Arrays | Source) -> Shape:
-    """What the model does with the first example."""
-    x, y = examples.read(np.arange(1))
-    with heard(False):  # but not while the model itself computes
-        return backend.probe(model, loss, x, y, f"{examples.name} x")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who computes what in a step of n shards."""
-
-    shares: Sequence[range]  # the shards of each replica of this process
-    held: Sequence[Sequence[Span]]  # the parts of the sum that each process will hold
-
-
-@dataclass(frozen=True)
-class Last:
-    """The last numbers of a vector."""
-
-    count: int
-
-    def __call__(self, vector: Vector) -> Vector:
-        return vector[-self.count :]
+SETTINGS = {"gradient_clip_val", "gradient_clip_algorithm", "groups", "metrics", "threads_per_shard", "capture",
+            "deterministic", "state", "timeout", "portable", "batch_size"}  # fmt: skip # of a Trainer
 
 
 class Group:
-    """The replicas of a run, each with its optimizer. Of replicas in other processes, only the count is known."""
+    """The replicas of a model on any number of devices, for a loop of your own: the bits that a fit makes of these batches.
+
+    >>> import torch, samestep as ss
+    >>> group = ss.Group(torch.nn.Linear(4, 3), optimizer=ss.adamw(), shards=2, devices=["cpu", "cpu"])
+    >>> made = group.step(torch.ones(6, 4), torch.zeros(6, dtype=torch.int64), lr=0.01)
+    >>> made.step, made.loss > 0
+    (1, True)
+
+    Every process of a run gives the whole batch, and computes its shards of it. Other settings of the Trainer: metrics,
+    gradient_clip_val, gradient_clip_algorithm, groups, threads_per_shard, capture, deterministic, state, timeout, portable,
+    and batch_size, of which only evaluations take note.
+    """
 
     def __init__(
-        self, settings: Trainer, backend: Backend, model: Any, devices: Sequence[Device], world: World
-    ) -> None:
-        """With a replica of the model on each device."""
-        self.settings, self.backend, self.world, shards = settings, backend, world, settings.shards
-        self.replicas = [backend.replica(model, settings.loss, d, shards, settings.capture) for d in devices]
-        counts = [int(text) for text in world.collect(str(len(devices)).encode())]
-        self.processes = list(pairwise(accumulate(counts, initial=0)))  # the replicas [lo, hi) of each process
-        self.size = self.processes[-1][1]
-        if self.size > shards:
-            need = f"{world.size} processes with {self.size} devices in all need at least {self.size} shards"
-            raise Invalid(f"{need}, got shards={shards}: raise shards or use fewer")
-        self._kind_of_step = Step if world.size == 1 else StepAcross
-        self._numbers = backend.compiled(Last(2 * shards))
+        self, model: Any, *, optimizer: Any = None, shards: int = 8, devices: Any = "auto", loss: Any = None, seed: int = 0,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        if unknown := settings.keys() - SETTINGS:
+            raise Invalid(f"Group has no {', '.join(sorted(unknown))}: it takes {', '.join(sorted(SETTINGS))}")
+        optimizer = rules.sgd() if optimizer is None else optimizer
+        given = {"optimizer": optimizer, "shards": shards, "devices": devices, "loss": loss, "seed": seed}
+        self.settings = Trainer(1, **{"batch_size": 256, **given, **settings})
+        self.steps = 0  # made so far
+        self._given, self._start = model, Checkpoint({}, {})  # what it begins from, if it was loaded
+        self._world: World | None = None
+        self._replicas: Replicas | None = None
 
-    @cached_property
-    def across(self) -> Across:
-        """Sums over the processes."""
-        first = self.replicas[0]
-        return Across(self.world, self.backend, first.device, first.parameters, first.size)
+    def step(self, x: Any, y: Any = None, lr: Any = None) -> Made:
+        """Make one update from a batch: x and y, or the whole batch as one dictionary.
 
-    @cached_property
-    def sender(self) -> ThreadPoolExecutor:
-        """The thread that exchanges sums with other processes while shards are computed."""
-        return ThreadPoolExecutor(1, "samestep-exchange", initializer=self.backend.workers.prepare)
+        lr is the rate; None: 0.1, or the rate that a framework's own optimizer came with.
+        """
+        with self._at_work(x, y) as (replicas, feed):
+            examples, shards = len(feed.examples), self.settings.shards
+            given = None if lr is None else constant(rate("lr", lr))
+            rates = Rates(given, replicas.updaters, 1, 1, self._shape)
+            (spans,) = cut_pass(examples, examples, shards)
+            keys = next(draws.keys_from(self.settings.seed, self.steps, shards))
+            pass_ = feed.start(np.arange(examples), replicas.spans_here([spans]))
+            pass_.prepare(replicas.spans_here([spans]))
+            numbers = replicas.step(Batch(pass_, spans, keys), rates.epoch(0)[0], self.steps)
+            self.steps += 1
+            return Made(self.steps, examples, replicas, numbers, replicas.replicas[0].fingerprint(), self._shape)
 
-    @cached_property
-    def updaters(self) -> list[Updater]:
-        """Made on first use: an evaluation needs none, and its model may not be the optimizer's."""
-        optimizer, clip, alone = self.settings.optimizer, self.settings.gradient_clip_val, len(self.replicas) == 1
-        if isinstance(optimizer, Optimizer):
-            return [FlatUpdater(optimizer, replica, clip, alone) for replica in self.replicas]
-        return [self.backend.updater(optimizer, replica, clip) for replica in self.replicas]
+    def evaluate(self, x: Any, y: Any = None) -> dict[str, float | None]:
+        """Loss, accuracy and metrics of these examples, in evaluation mode."""
+        with self._at_work(x, y) as (replicas, feed):
+            return replicas.evaluate(feed, self._shape.classes)
 
-    def plan(self, n: int) -> Plan:
-        share = cut(n, self.size)
-        mine = [range(lo, hi) for lo, hi in share[slice(*self.processes[self.world.rank])]]
-        return Plan(mine, [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in self.processes])
+    @property
+    def model(self) -> Any:
+        """A model of the framework with the weights of now."""
+        return self._first("model").model()
 
-    def spans_here(self, batches: Sequence[Sequence[Span]]) -> list[Span]:
-        """The shards that this process computes in these batches, in the order in which it asks for their examples."""
-        return [batch[shard] for batch in batches for share in self.plan(len(batch)).shares for shard in share]
+    @property
+    def rank(self) -> int:
+        """Of this process among those of the run."""
+        return place.find().rank if self._world is None else self._world.rank
 
-    def follow(self) -> None:
-        """Take the weights of rank 0."""
-        if self.world.size > 1:
-            content = self.world.broadcast(b"".join(pack({}, self.replicas[0].tensors())))
-            for replica in self.replicas:
-                replica.load(unpack(content, "the model of rank 0").tensors)
+    def weights(self) -> Tensors:
+        """The weights of now by name, as NumPy."""
+        return {name: np.array(tensor) for name, tensor in self._first("weights").tensors().items()}
 
-    def step(self, batch: Batch, lr: float, t: int) -> Vector:
-        """Make the update after t updates. Returns [loss of each shard | hits of each shard], on a device."""
-        # Shards: each replica computes its own, and adds them up along the tree as far as it can.
-        step = self._kind_of_step(self, len(batch.spans))
-        work = zip(self.replicas, step.shares, step.sums, strict=True)
-        tasks = [task for replica, shards, sums in work for task in replica.tasks(batch, shards, sums)]
-        # Tree and exchange: the sum over all shards, on every device.
-        totals = step.totals(tasks)
-        # Update: the same on every replica.
-        z = self._noise(t)
-        self.backend.map([partial(self._update, i, total, batch.examples, lr, t, z) for i, total in enumerate(totals)])
-        # Numbers: a copy, so that the rest of the vector can be freed.
-        return self.backend.concat([self._numbers(totals[0])])
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the weights of now."""
+        return fingerprint.of_weights(self.weights())
 
-    def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
-        replica = self.replicas[i]
-        z = None if z is None else self.backend.put(z, replica.device)
-        self.updaters[i].follow(total, examples, lr, t, z)
-        replica.advance(total, examples)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weights, the optimizer's state and the number of steps to a file. All processes call this; one writes."""
+        first, replicas = self._first("save"), self._replicas
+        assert replicas is not None
+        groups = {"model": first.tensors(), "optimizer": replicas.updaters[0].tensors()}
+        tensors = {
+            f"{kind}:{name}": np.array(tensor) for kind, named in groups.items() for name, tensor in named.items()
+        }
+        about = {"step": self.steps, "seed": self.settings.seed, "shards": self.settings.shards, **self._optimizer()}
+        if replicas.world.rank == 0:
+            try:
+                checkpoint.write(Path(path), checkpoint.pack(about, tensors))
+            except OSError as error:
+                raise Invalid(f"{path} cannot be written: {error.strerror or error}") from error
+        replicas.world.collect(b"")
 
-    def _noise(self, t: int) -> NDArray[Any] | None:
-        """The noise that a noisy optimizer asks for, the same on every replica."""
-        optimizer, layout = self.settings.optimizer, self.replicas[0].layouts[0]
-        if not (isinstance(optimizer, Optimizer) and optimizer.noisy):
-            return None
-        z = draws.normal(self.settings.seed, t, layout.size, layout.dtype)
-        for gap in layout.padding:
-            z[gap] = 0  # padding is in no checkpoint, so it must stay zero
-        return z
+    @staticmethod
+    def load(path: str | os.PathLike[str], model: Any, **settings: Any) -> Group:
+        """The group that `save` wrote, around a model of the same kind; seed, shards and an optimizer of samestep's are known.
 
-    def evaluate(self, feed: Feed, classes: int | None) -> tuple[float, float | None]:
-        """Mean loss and accuracy over all examples of a feed, each counted once. All devices share the work. This waits."""
-        n, settings = len(feed.examples), self.settings
-        spans = [span for batch in cut_pass(n, settings.batch_size, settings.shards) for span in batch]
-        pass_ = feed.start(np.arange(n), self.spans_here([spans]))
-        batch = Batch(pass_, spans, draws.evaluation_keys(settings.seed, len(spans)))
+        All else is given again: loss, devices, which may be others, and an optimizer of the framework's.
+        """
+        found = checkpoint.read(Path(path))
+        about = found.about
+        if "recipe" in about:
+            raise Invalid(f"{path} was written by a fit: start from it with Trainer.fit(model, data, weights=...)")
+        kind, fields = about["optimizer"] or (None, {})
+        known = {"seed": about["seed"], "shards": about["shards"]}
+        known |= {"optimizer": getattr(rules, kind)(**fields)} if kind else {}
+        group = Group(model, **{**known, **settings})
+        for name, value in {"seed": group.settings.seed, "shards": group.settings.shards, **group._optimizer()}.items():
+            if about[name] != value:
+                raise Invalid(f"{path} was saved with {name}={about[name]}, and not with {value}")
+        group.steps, group._start = found.step, found
+        return group
 
-        def compute(replica: Replica, shard: int) -> Vector:
-            x, y = batch.shard(shard, replica.device)
-            return replica.evaluate(x, y, batch.keys[shard])
+    def _optimizer(self) -> dict[str, Any]:
+        """samestep's own optimizer as its class and settings."""
+        optimizer = self.settings.optimizer
+        ours = type(optimizer).__module__ == rules.__name__
+        return {"optimizer": [type(optimizer).__name__, dataclasses.asdict(optimizer)] if ours else None}
 
-        shares = zip(self.replicas, self.plan(len(spans)).shares, strict=True)
-        rows = self.backend.map([partial(compute, replica, shard) for replica, shards in shares for shard in shards])
-        home = self.replicas[0].device
-        mine: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else []
-        everybody = self.world.collect(np.asarray(mine, np.float64).tobytes())
-        table = np.frombuffer(b"".join(everybody), np.float64).reshape(-1, 2)  # [loss, hits] of every shard
-        return tree_sum(table[:, 0].tolist()) / n, None if classes is None else float(table[:, 1].sum()) / n
+    def _first(self, what: str) -> Any:
+        if self._replicas is None:
+            raise Invalid(f"{what}: the group has not made a step yet, and has no replicas")
+        return self._replicas.replicas[0]
 
-    def fingerprints(self) -> list[int]:
-        """The fingerprint of every replica of the group. This waits."""
-        values = self.backend.map([replica.fingerprint for replica in self.replicas])
-        mine = b"".join(self.backend.get(value).tobytes() for value in values)
-        return [int(value) for value in np.frombuffer(b"".join(self.world.collect(mine)), np.uint64)]
+    @contextmanager
+    def _at_work(self, x: Any, y: Any) -> Iterator[tuple[Replicas, Feed]]:
+        """The replicas, made from the first batch, and the way of this batch to their devices."""
+        settings = self.settings
+        if y is None and not isinstance(x, Mapping):
+            raise WrongType(
+                f"a Group needs x and y, or one dictionary with the labels in it, got {type(x).__name__} alone"
+            )
+        backend, data = matching(
+            self._given, Data(x if y is None else (x, y)), optimizer=settings.optimizer, loss=settings.loss
+        )
+        with settings.session(backend, self._world, keep=True) as (devices, self._world):
+            if self._replicas is None:
+                self._shape, self._measure = measured(settings, backend, self._given, data.train)
+            feed = Feed(backend, data.train, devices, self._shape.labels)
+            try:
+                if self._replicas is None:
+                    self._replicas = self._made(feed, devices)
+                yield self._replicas, feed
+            finally:
+                feed.close()
 
-    def close(self) -> None:
-        self.sender.shutdown(wait=False, cancel_futures=True)
+    _shape: Shape
+    _measure: Measure
+
+    def _made(self, feed: Feed, devices: Any) -> Replicas:
+        assert self._world is not None
+        settings, backend = self.settings, feed.backend
+        self._measure = checked(settings, backend, self._given, self._shape, self._measure, feed, devices[0])
+        replicas = Replicas(settings, backend, self._given, self._measure, devices, self._world)
+        if self._start.tensors:
+            theirs, ours = self._start.group("model"), replicas.replicas[0].tensors()
+            for name in {**ours, **theirs}:
+                shapes = [tensors[name].shape if name in tensors else None for tensors in (theirs, ours)]
+                if shapes[0] != shapes[1]:
+                    raise Invalid(
+                        f"another model was saved: its {name!r} had shape {shapes[0]}, and has {shapes[1]} here"
+                    )
+            for replica, updater in zip(replicas.replicas, replicas.updaters, strict=True):
+                replica.load(self._start.group("model"))
+                updater.load(self._start.group("optimizer"))
+        replicas.follow()
+        weakref.finalize(self, backend.workers.let_go)
+        return replicas
+
+
+class Made:
+    """What one step of a Group was: numbers are fetched from the device when they are first asked for."""
+
+    def __init__(self, step: int, examples: int, replicas: Replicas, numbers: Any, print_: Any, shape: Shape) -> None:
+        self.step = step  # how many have been made, with this one
+        self._examples, self._replicas, self._shape = examples, replicas, shape
+        self._numbers, self._print = numbers, print_
+        self._found: dict[str, float | None] = {}
+
+    def _all(self) -> dict[str, float | None]:
+        if not self._found:
+            replicas, shards = self._replicas, self._replicas.settings.shards
+            table = np.asarray(replicas.backend.get(self._numbers), np.float64).tolist()
+            hits = None if self._shape.classes is None else sum(table[shards : 2 * shards])
+            self._found = replicas.summary(tree_sum(table[:shards]), hits, table[2 * shards :], self._examples)
+        return self._found
+
+    @property
+    def loss(self) -> float:
+        """Of the batch, before the update."""
+        return float(self._all()["loss"] or 0.0)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of examples with the highest score at their label, if there is one score per class."""
+        return self._all()["accuracy"]
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The metrics by name."""
+        return {name: value for name, value in self._all().items() if name not in ("loss", "accuracy")}
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights and the state after the update, as a run has it for every step."""
+        value = np.asarray(self._replicas.backend.fetch([self._print])).view(np.uint64)
+        return f"{int(value[0]):016x}"
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value:.4g}" for name, value in self._all().items() if value is not None)
+        return f"Made(step={self.step}, {told})"

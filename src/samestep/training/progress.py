@@ -56,7 +56,7 @@ class Display:
     def _steps(self, event: Event) -> None:
         now, count = time.perf_counter(), sum(event["examples"])
         if self.bar:
-            loss = sum(map(sum, event["loss"])) / count
+            loss = sum(map(sum, event["loss"])) / (sum(event.get("weight") or event["examples"]) or 1)
             accuracy = None if event["hits"] is None else sum(map(sum, event["hits"])) / count
             speed = f"rate {event['lr'][-1]:.4g} {count / (now - self._since):,.0f} examples/s"
             numbers = f"loss {loss:.4f}  accuracy {percent(accuracy)}  {speed}"

@@ -13,8 +13,8 @@ import numpy as np
 import samestep
 from samestep import fingerprint
 from samestep.backends import find
+from samestep.backends.losses import MEAN, PerShard
 from samestep.content import Content
-from samestep.data.examples import Source
 from samestep.errors import Invalid
 from samestep.optimizers.rules import Optimizer
 from samestep.runs.recipe import ACCEPT, differences, in_words
@@ -57,7 +57,13 @@ def _own(fit: Fit, model: Any) -> dict[str, Any]:
         "train": train, "test": test,
         **{name: getattr(settings, name) for name in SETTINGS},
         **({} if settings.rehearse else {"rehearse": False}), **({"state": list(settings.state)} if settings.state else {}),
+        **({} if settings.gradient_clip_algorithm == "norm" else {"gradient_clip_algorithm": "value"}),
+        **({"groups": [f"{pattern}: {one}" for pattern, one in settings.groups.items()]} if settings.groups else {}),
         "average": repr(settings.average), "loss": _name(settings.loss),
+        **({"metrics": list(settings.metrics)} if settings.metrics else {}),
+        **({"monitor": f"{settings.mode} {settings.monitor}"} if settings.monitor else {}),
+        **({"patience": settings.patience} if settings.patience else {}),
+        **({"loss_over": fit.measure.kind} if fit.measure.kind != MEAN else {}),
         "optimizer": repr(fit.group.updaters[0]), "schedule": repr(fit.rates),
         "numerics": numerics | backend.numerics(fit.devices, bool(settings.portable)),
         "code": code, "unchecked": unchecked,
@@ -68,9 +74,13 @@ def _content(fit: Fit, model: Any) -> tuple[dict[str, str], list[str]]:
     """Code and content of all that was given, as hashes by name; and what cannot be looked into."""
     found = Content(fit.backend.content)
     given = {"model": model, **{name: getattr(fit.settings, name) for name in ("loss", "optimizer", "schedule")}}
+    if isinstance(fit.settings.loss, PerShard):
+        given["loss"] = fit.settings.loss.function
+    given |= {f"metric {name}": metric for name, metric in fit.settings.metrics.items()}
     given = {name: thing for name, thing in given.items() if not _tells_all(thing)}
-    sources = {one.name: one.settings() for one in (fit.data.train, fit.data.test) if isinstance(one, Source)}
-    for name, thing in (given | sources).items():
+    for examples in (fit.data.train, fit.data.test):
+        given |= examples.code() if examples else {}
+    for name, thing in given.items():
         found.add(name, thing, weights=name != "model")  # those of the model are `initial`
     return found.told(), found.unchecked
 
@@ -83,5 +93,7 @@ def _tells_all(thing: Any) -> bool:
 
 def _name(loss: Any) -> str:
     """The name of a function, also of one with some arguments given; or the repr of anything else, without its address."""
+    if isinstance(loss, PerShard):
+        return f"per_shard({_name(loss.function)})"
     function = loss.func if isinstance(loss, functools.partial) else loss
     return getattr(function, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(function))

@@ -27,6 +27,7 @@ from samestep.fingerprint import hashed
 from samestep.processes.world import first_line
 from samestep.runs.checkpoint import Cadence
 from samestep.shards import cut
+from samestep.trees import leaves
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica
@@ -51,7 +52,8 @@ class Watched(Batch):
     def shard(self, shard: int, device: Device) -> tuple[Any, Any]:
         x, y = super().shard(shard, device)
         feed, indices = self.pass_.feed, self.pass_.order[slice(*self.spans[shard])].tolist()
-        for index, *row in zip(indices, feed.backend.get(x), feed.backend.get(y), strict=True):
+        arrays = map(feed.backend.get, leaves(x) if y is x else leaves((x, y)))
+        for index, *row in zip(indices, *arrays, strict=True):
             self.seen[f"example {index} of {feed.examples.name}"] = hashed(*row)
         return x, y
 
@@ -97,7 +99,7 @@ class Rehearsal:
         work = [(i, shard) for i, share in enumerate(shares) for shard in share]
         turned = [((i + 1) % len(replicas), shard) for i, shard in reversed(work)]
         before = [{name: hashed(tensor) for name, tensor in replica.tensors().items()} for replica in replicas]
-        first = self._computed(batch, work)
+        first = self._first(batch, work)
         for replica, held in zip(replicas, before, strict=True):
             for name, tensor in replica.tensors().items():
                 if hashed(tensor) != held[name]:
@@ -120,6 +122,18 @@ class Rehearsal:
         for (i, shard), (j, _), one, other in zip(work, reversed(turned), first, reversed(again), strict=True):
             when = f"before step {step}, on {replicas[i].device} and on {replicas[j].device}"
             self._compare(one, other, batch, shard, (i, j), when)
+
+    def _first(self, batch: Batch, work: Sequence[tuple[int, int]]) -> list[Hashes]:
+        """What the batch gives. An error that only comes side by side has another cause than the code it comes from."""
+        try:
+            return self._computed(batch, work)
+        except SamestepError:
+            raise
+        except Exception as error:
+            told = first_line(error)
+        for place in work:
+            self._computed(batch, [place])
+        raise NotRepeatable(f"the first batch could be computed in turn, but not side by side ({told}); {COMPUTED}")
 
     def shard(self, step: int, batch: Batch) -> None:
         """Compute a shard twice, on two devices if there are two, and compare."""
@@ -156,9 +170,9 @@ class Rehearsal:
     def _look_inside(self, batch: Batch, i: int, shard: int) -> None:
         """What cannot be seen in results: other examples for other readers, untrained parameters, constants of Python's."""
         replica, span, backend = self.group.replicas[i], batch.spans[shard], self.fit.backend
-        x, y = self.fit.feed.start(batch.pass_.order, [span]).shard(span, replica.device)
+        x, y = batch.pass_.again(span).shard(span, replica.device)
         train, indices = self.fit.data.train, batch.pass_.order[slice(*span)]
-        for ours, theirs in zip(train.read(indices), (x, y), strict=True):
+        for ours, theirs in zip(leaves(batch.pass_.read(span)), leaves((x, y)), strict=True):
             for index, one, other in zip(indices, ours, backend.get(theirs), strict=True):
                 if not np.array_equal(one, other, equal_nan=ours.dtype.kind == "f"):
                     raise NotRepeatable(f"example {index} of {train.name} is not the same for another thread; {READ}")
@@ -170,12 +184,13 @@ class Rehearsal:
 
     def _compute(self, replica: Replica, shard: int, batch: Watched) -> Hashes:
         get, vector = replica.backend.get, replica.single(batch, shard)
-        if not self._moves:
-            self._moves = bool(get(vector)[: replica.layouts[0].size].any())
+        if not self._moves:  # a shard of weight zero cannot tell
+            zero = self.group.weighted and not get(vector)[-replica.measure.more]
+            self._moves = zero or bool(get(vector)[: replica.layouts[0].size].any())
         return {**batch.seen, RESULT: hashed(replica.digest(vector))}
 
     def _watched(self, batch: Batch, shard: int) -> Watched:
-        return Watched(self.fit.feed.start(batch.pass_.order, [batch.spans[shard]]), batch.spans, batch.keys)
+        return Watched(batch.pass_.again(batch.spans[shard]), batch.spans, batch.keys)
 
     def _compare(self, one: Hashes, other: Hashes, batch: Batch, shard: int, places: Sequence[int], when: str) -> None:
         """Raise for the first thing that differs. `places`: those replicas of this process that computed the two."""
@@ -189,7 +204,7 @@ class Rehearsal:
         """What differs in the result, if it does so once more and both can be had here."""
         replicas = [self.group.replicas[i] for i in places]
         vectors = [one.backend.get(one.single(self._watched(batch, shard), shard)) for one in replicas]
-        pieces: dict[str, tuple[int, int | None]] = {"the loss": (-2 * self.fit.settings.shards, None)}
+        pieces: dict[str, tuple[int, int | None]] = {"the loss": (-self.group.replicas[0].numbers, None)}
         start = 0
         for i, layout in enumerate(replicas[0].layouts if replicas else ()):
             what = "the change of" if i else "the gradient of"

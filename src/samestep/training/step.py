@@ -12,7 +12,7 @@ from samestep.shards import Fold, Span
 
 if TYPE_CHECKING:
     from samestep.backends.base import Vector
-    from samestep.training.group import Group
+    from samestep.training.replicas import Replicas
 
 Tell = Callable[[int, Span], None]  # called after each addition, with its band and its shards
 
@@ -33,7 +33,9 @@ class ReplicaSums:
 class Step:
     """The sums of a step whose replicas are all in this process."""
 
-    def __init__(self, group: Group, n: int, bands: Sequence[Span] = (), tell: Tell = lambda band, span: None) -> None:
+    def __init__(
+        self, group: Replicas, n: int, bands: Sequence[Span] = (), tell: Tell = lambda band, span: None
+    ) -> None:
         self.group, self.n, self.shares = group, n, group.plan(n).shares
         self.bands = bands or [(0, group.replicas[0].size)]
         folds = [[Fold(n, group.backend.add) for _ in self.bands] for _ in self.shares]
@@ -55,7 +57,7 @@ class StepAcross(Step):
     other bands. Bands of the last layers come first. All processes send in the same order.
     """
 
-    def __init__(self, group: Group, n: int) -> None:
+    def __init__(self, group: Replicas, n: int) -> None:
         super().__init__(group, n, group.replicas[0].bands, self._added)
         self._lock = threading.Lock()
         self._ready = [threading.Event() for _ in self.bands]

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
@@ -14,13 +14,16 @@ from typing import Any
 from samestep import draws, portable
 from samestep.backends.base import Backend
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
-from samestep.checks import MOST, flag, show, texts, whole
+from samestep.backends.losses import PerShard
+from samestep.checks import MOST, choice, flag, show, texts, whole
+from samestep.data.convert import named
 from samestep.data.examples import Arrays, Data
 from samestep.data.feed import Feed
 from samestep.data.readers import NAME, UNGUARDED
 from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
+from samestep.optimizers.grouping import Groups, check_groups
 from samestep.optimizers.rules import Optimizer, adagrad, adam, adamw, sgd, sgld
 from samestep.processes import place
 from samestep.processes.world import World
@@ -30,7 +33,8 @@ from samestep.runs.run import Run
 from samestep.schedules.rates import check_schedule, rate
 from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
-from samestep.training.group import Group, probe
+from samestep.training.measuring import check_metrics, checked, measured
+from samestep.training.replicas import Replicas
 
 
 @dataclass
@@ -45,18 +49,26 @@ class Trainer:
     schedule           the learning rate: a number, a schedule such as samestep.cosine(...), a Plateau, a scheduler of the
                        framework, or any function of t, the number of updates already made; None: 0.1, or the rate
                        that the framework's own optimizer came with
+    groups             weights with a rate or decay of their own, or frozen, by pattern of their names (docs/fine-tuning.md):
+                       {"backbone.*": samestep.group(lr_scale=0.1)}; the first pattern that matches decides
     gradient_clip_val  a longer gradient is scaled down to this norm; 0 for no clipping
+    gradient_clip_algorithm   "norm", or "value": every number of the gradient is kept within ±gradient_clip_val
     seed               decides the order of examples and all noise
-    average            samestep.swa(...) or samestep.path_average(): also average the weights over their path
+    average            samestep.swa(...), ema(...) or path_average(): also average the weights over their path
     run_dir            the folder to write the run to; None writes nothing
     checkpoint_every   a number of steps, or a text such as "1 epoch" or "30 s"; None writes no checkpoints
-    keep_checkpoints   how many of the last ones are kept, beside the best one (lowest test loss at the end of an epoch)
+    keep_checkpoints   how many of the last ones are kept, beside the best one at the end of an epoch
+    monitor, mode      the column of the history that says which is the best, and that a Plateau follows, such as "test_top5";
+                       mode="max" if more is better; None: the test loss (the training loss without test examples)
+    patience           stop early, after so many epochs in a row that were not better in that column; None: never
     resume             "auto": resume if run_dir holds a checkpoint of this recipe; False: never; or a path to resume from
     workers            processes that read a source ahead, each with a copy of it (docs/data.md); 0: a thread reads it
     progress           show progress; None: if standard error is a terminal
     threads_per_shard  threads of arithmetic for each shard on the CPU
-    loss               loss(output, y): one value per example, or their mean; None: softmax cross-entropy
-    sampling           "without_replacement", or "with_replacement"
+    loss               loss(output, y): one value per example, their mean, or (sum, weight); None: softmax cross-entropy, or
+                       the model's own output.loss (docs/losses.md)
+    metrics            {name: function of (output, y) that returns (sum, weight)}: in the history as train_name and test_name
+    sampling           "without_replacement", "with_replacement" or "in_order"
     capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
     rehearse           compute the first batch twice before the first update, and stop if its bits differ
@@ -76,17 +88,23 @@ class Trainer:
     devices: Any = "auto"
     optimizer: Any = field(default_factory=sgd)
     schedule: Any = None
+    groups: Groups = field(default_factory=dict)
     gradient_clip_val: float = 0.0
+    gradient_clip_algorithm: str = "norm"
     seed: int = 0
     average: Average | None = None
     run_dir: str | os.PathLike[str] | None = None
     checkpoint_every: int | str | None = "1 epoch"
     keep_checkpoints: int = 3
+    monitor: str | None = None
+    mode: str = "min"
+    patience: int | None = None
     resume: str | os.PathLike[str] | bool = "auto"
     workers: int = 0
     progress: bool | None = None
     threads_per_shard: int = 1
-    loss: Callable[[Any, Any], Any] | None = None
+    loss: Callable[[Any, Any], Any] | PerShard | None = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     sampling: str = "without_replacement"
     capture: bool = True
     deterministic: bool = True
@@ -127,8 +145,10 @@ class Trainer:
             )
         self.schedule = check_schedule(self.schedule)
         if not isinstance(self.average, (Average, type(None))):
-            raise WrongType(f"average must be samestep.swa(...) or samestep.path_average(), got {show(self.average)}")
+            raise WrongType(f"average must be samestep.swa(...), ema(...) or path_average(), got {show(self.average)}")
+        self.groups = check_groups(self.groups, self.optimizer)
         self.gradient_clip_val = rate("gradient_clip_val", self.gradient_clip_val)
+        choice("", "gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
         if not isinstance(self.run_dir, (str, os.PathLike, type(None))) or "\0" in str(self.run_dir):
             raise WrongType(f"run_dir must be a path or None, got run_dir={show(self.run_dir)}")
         for name in ("checkpoint_every", "check_every"):
@@ -151,22 +171,39 @@ class Trainer:
         self.accept, self.state = texts("", "accept", self.accept), texts("", "state", self.state)
         if not set(self.accept) <= ACCEPT.keys():
             raise Invalid(f"accept takes {', '.join(ACCEPT)}, got {show(self.accept)}")
-        if self.loss is not None and not callable(self.loss):
+        check_metrics(self.metrics)
+        self.patience = None if self.patience is None else whole("", "patience", self.patience, 1)
+        if not isinstance(self.monitor, (str, type(None))) or self.mode not in ("min", "max"):
+            raise Invalid(
+                f"monitor must be a column of the history, and mode min or max, got {self.monitor!r}, {self.mode!r}"
+            )
+        if self.mode == "max" and self.monitor is None:
+            raise Invalid("mode='max' needs a monitor, such as monitor='test_accuracy': a lower loss is better")
+        if self.loss is not None and not callable(self.loss) and not isinstance(self.loss, PerShard):
             raise WrongType(f"loss must be a function of (output, y), got {show(self.loss)}")
         if not isinstance(self.sampling, str) or self.sampling not in draws.SAMPLINGS:
             raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={show(self.sampling)}")
 
-    def fit(self, model: Any, data: Any) -> Run:
-        """Train a copy of the model and return the run; the model itself is left as it was."""
+    def fit(self, model: Any, data: Any, weights: Any = None) -> Run:
+        """Train a copy of the model and return the run; the model itself is left as it was.
+
+        `weights` to start from, instead of the model's, all or some of them: a dictionary by name, a Run, the folder of a
+        run, or a safetensors file.
+        """
         backend, data = matching(model, data, optimizer=self.optimizer, schedule=self.schedule, loss=self.loss)
-        with self._session(backend) as (devices, world):
+        with self.session(backend) as (devices, world):
             with heard():
-                fit = Fit(self, backend, model, data, devices, world)
+                fit = Fit(self, backend, model, data, devices, world, weights)
             return fit.run()
 
     @contextmanager
-    def _session(self, backend: Backend) -> Iterator[tuple[list[Device], World]]:
-        """The devices of this process, and the other processes; an error in one of them ends all."""
+    def session(
+        self, backend: Backend, world: World | None = None, keep: bool = False
+    ) -> Iterator[tuple[list[Device], World]]:
+        """The devices of this process, and the other processes; an error in one of them ends all.
+
+        world: that of an earlier session; keep: have threads wait for the next one.
+        """
         if multiprocessing.current_process().name == NAME:  # a script without `if __name__ == "__main__":`
             sys.exit(UNGUARDED)
         here = place.find()
@@ -175,9 +212,10 @@ class Trainer:
         backend.portable = bool(self.portable) and devices[0].kind == "cpu"
         if backend.portable:
             backend.require_portable()
+        backend.workers.keeping = keep
         with Guard(), backend.session(devices, deterministic=self.deterministic, threads=self.threads_per_shard):
             with heard():
-                world = backend.world(here, self.timeout, devices)
+                world = world or backend.world(here, self.timeout, devices)
             try:
                 yield devices, world
             except BaseException as error:
@@ -187,16 +225,17 @@ class Trainer:
     def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
         backend, data = matching(model, data, loss=self.loss)
-        with self._session(backend) as (devices, world), ExitStack() as last, heard():
+        with self.session(backend) as (devices, world), ExitStack() as last, heard():
             examples = data.test or data.train
-            shape = probe(backend, model, self.loss, examples)
-            group = Group(self, backend, model, devices, world)
+            shape, measure = measured(self, backend, model, examples)
+            feed = Feed(backend, examples, devices, shape.labels, self.workers, self.seed)
+            last.callback(feed.close)
+            measure = checked(self, backend, model, shape, measure, feed, devices[0])
+            group = Replicas(self, backend, model, measure, devices, world)
             last.callback(group.close)
             group.follow()
-            feed = Feed(backend, examples, devices, shape.classes if self.loss is None else None, self.workers)
-            last.callback(feed.close)
-            loss, accuracy = group.evaluate(feed, shape.classes)
-        return {"loss": loss, "accuracy": accuracy, "examples": len(examples)}
+            found = group.evaluate(feed, shape.classes)
+        return {**found, "examples": len(examples)}
 
     def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:
         """The arrays of a batch on the first device of this trainer."""
@@ -216,6 +255,6 @@ def matching(model: Any, data: Any, **given: Any) -> tuple[Backend, Data]:
     backend, data = of_model(model), data if isinstance(data, Data) else Data(train=data)
     for examples in (data.train, data.test):
         if isinstance(examples, Arrays):  # sources are read as NumPy anyway
-            given |= {f"{examples.name}_x": examples.x, f"{examples.name}_y": examples.y}
+            given |= dict(named(examples.name, examples.batch))
     check_mixed(backend, model, **given)
     return backend, data

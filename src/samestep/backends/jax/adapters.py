@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from samestep.backends.by_id import ById
-from samestep.backends.pair import Pair, call, told
+from samestep.backends.pair import Given, Pair, call, told
 from samestep.errors import Invalid
 
-Array = Any
 Key = Any
 
 
@@ -24,7 +23,7 @@ class Adapter(ABC):
     """A model as a pure function of its parameters and its state. It can be hashed, so programs are found by it."""
 
     @abstractmethod
-    def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
+    def __call__(self, params: Any, state: Any, given: Given, key: Key, train: bool) -> tuple[Any, Any]:
         """(output, state)."""
 
     @abstractmethod
@@ -36,8 +35,8 @@ class Adapter(ABC):
 class PairAdapter(Adapter):
     function: Any
 
-    def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
-        return call(self.function, params, state, x, key, train)
+    def __call__(self, params: Any, state: Any, given: Given, key: Key, train: bool) -> tuple[Any, Any]:
+        return call(self.function, params, state, given, key, train)
 
     def model(self, params: Any, state: Any) -> Pair:
         return Pair(self.function, params, state)
@@ -58,11 +57,12 @@ class LinenAdapter(Adapter):
     def options(self, train: bool) -> dict[str, bool]:
         return told(type(self.module).__call__, train)
 
-    def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
-        variables, rngs = {"params": params, **state}, streams(key)
+    def __call__(self, params: Any, state: Any, given: Given, key: Key, train: bool) -> tuple[Any, Any]:
+        (x, named), variables, rngs = given, {"params": params, **state}, streams(key)
+        named = {**named, **self.options(train)}
         if not (train and state):
-            return self.module.apply(variables, x, rngs=rngs, **self.options(train)), state
-        output, new = self.module.apply(variables, x, rngs=rngs, mutable=list(state), **self.options(train))
+            return self.module.apply(variables, *x, rngs=rngs, **named), state
+        output, new = self.module.apply(variables, *x, rngs=rngs, mutable=list(state), **named)
         return output, {name: new.get(name, state[name]) for name in state}
 
     def model(self, params: Any, state: Any) -> nn.Module:
@@ -70,9 +70,10 @@ class LinenAdapter(Adapter):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def drawn(adapter: LinenAdapter, x: Array) -> Any:
+def drawn(adapter: LinenAdapter, given: Given) -> Any:
     """New variables, from seed 0. Compiled once for a module: its next fit finds this."""
-    return adapter.module.init(streams(jax.random.key(0)), x, **adapter.options(False))
+    x, named = given
+    return adapter.module.init(streams(jax.random.key(0)), *x, **named, **adapter.options(False))
 
 
 def streams(key: Key) -> dict[str, Key]:
@@ -87,7 +88,7 @@ class NnxAdapter(Adapter):
     graph: Any
     streams: Any = field(compare=False)  # the user's own, to be given back
 
-    def __call__(self, params: Any, state: Any, x: Array, key: Key, train: bool) -> tuple[Any, Any]:
+    def __call__(self, params: Any, state: Any, given: Given, key: Key, train: bool) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(self.streams)
         fresh = []
         for i, leaf in enumerate(leaves):
@@ -96,7 +97,8 @@ class NnxAdapter(Adapter):
             fresh.append(jnp.zeros_like(leaf) if counts else jax.random.split(own, leaf.shape) if leaf.shape else own)
         module = nnx.merge(self.graph, params, jax.tree.unflatten(structure, fresh), state, copy=True)
         module.train() if train else module.eval()
-        output = module(x)
+        x, named = given
+        output = module(*x, **named)
         return output, nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
 
     def model(self, params: Any, state: Any) -> nnx.Module:

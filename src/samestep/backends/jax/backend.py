@@ -15,6 +15,7 @@ from flax import nnx
 from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
 
 from samestep.backends.base import Backend
+from samestep.backends.calling import Style, spread, style_of
 from samestep.backends.jax import numerics
 from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
 from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
@@ -22,13 +23,14 @@ from samestep.backends.jax.content import content
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.layout import Numbers
-from samestep.backends.losses import Shape, check_examples, check_weights, not_trained
+from samestep.backends.losses import IGNORED, Measure, Shape, check_examples, check_weights, class_axis, not_trained
 from samestep.backends.pair import Pair
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid
 from samestep.processes.place import Place
 from samestep.processes.world import World
+from samestep.trees import Tree, mapped
 
 rows = jax.jit(lambda array, index: jnp.take(array, index, axis=0, mode="clip"))
 clipped = jax.jit(lambda vector, limit: vector * (limit / jnp.maximum(jnp.sqrt((vector * vector).sum()), limit)))
@@ -41,6 +43,7 @@ class JaxBackend(Backend):
     def __init__(self) -> None:
         super().__init__()
         self._run: tuple[int, bool] | None = None  # while one lasts: what `computing` is to make for the CPU
+        self._run_on_gpu = False
         self._settings = numerics.settings()  # of the last run
         self._made: dict[int, tuple[Any, Any]] = {}  # id of a model → the model, and the variables made for it
 
@@ -147,10 +150,11 @@ class JaxBackend(Backend):
             self._settings = numerics.settings()
             # Where no two shards run side by side, Python goes on while one is computed.
             self._run = threads, side_by_side(threads) == 1
+            self._run_on_gpu = devices[0].kind == "cuda"
             try:
                 yield
             finally:
-                self._run = None
+                self._run, self._run_on_gpu = None, False
                 self._made.clear()
 
     # Models
@@ -160,32 +164,41 @@ class JaxBackend(Backend):
             return getattr(model.apply, "__qualname__", None) or type(model.apply).__name__
         return super().describe(model)
 
-    def probe(self, model: Any, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
+    def style(self, model: Any, x: Tree, whole: bool) -> Style:
+        if isinstance(model, Pair):
+            return style_of(model.apply, x, whole, skip=1 + (model.state is not None))
+        return style_of(type(model).__call__, x, whole, skip=1)
+
+    def probe(self, model: Any, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
+        measure = Measure.of(measure)
         if id(model) not in self._made:
-            first = jax.device_put(checked(x), self._users_native(cpu()))
+            first = jax.device_put(mapped(checked, x), self._users_native(cpu()))
             if isinstance(model, Pair) and callable(model.params):
                 self._made[id(model)] = model, model.params(jax.random.key(0), first)
             elif isinstance(model, nn.Module) and model.scope is None:
-                self._made[id(model)] = model, drawn(LinenAdapter(model), first)
+                self._made[id(model)] = model, drawn(LinenAdapter(model), spread(first, measure.style))
         adapter, params, state = adapt(model, self._made)
         dtype = check_weights(self.describe(model), (str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(params)))
         check_examples(name, x, dtype)
 
-        def forward(x: Any, y: Any) -> Any:
-            output, _ = adapter(params, state, x, jax.random.key(0), False)
-            return output, None if loss is None else self.sum_of_losses(loss, output, y)
+        found: list[Shape] = []
 
-        output, _ = jax.eval_shape(forward, checked(x), checked(y))  # shapes alone: nothing is computed
-        return self.check_output(output, y, loss, dtype)
+        def forward(x: Any, labels: Any) -> None:
+            output, _ = adapter(params, state, spread(x, measure.style), jax.random.key(0), False)
+            found.append(self.described(measure, output, labels, y, dtype))
 
-    def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
+        jax.eval_shape(forward, mapped(checked, x), mapped(checked, y))  # shapes alone: nothing is computed
+        return found[0]
+
+    def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
+        loss = Measure.of(measure).loss
         if isinstance(loss, nnx.Module) and jax.tree.leaves(nnx.state(loss, nnx.Param)):
             raise not_trained(f"of {type(loss).__name__}")
         with self.explained():
             adapted = adapt(model, self._made)
-            return JaxReplica(self, adapted, loss, device, shards, self._users_native(device))
+            return JaxReplica(self, adapted, measure, device, shards, self._users_native(device))
 
-    def updater(self, optimizer: Any, replica: JaxReplica, clip: float) -> JaxUpdater:
+    def updater(self, optimizer: Any, replica: JaxReplica, clip: Any) -> JaxUpdater:
         return JaxUpdater(optimizer, replica, clip)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
@@ -200,7 +213,24 @@ class JaxBackend(Backend):
     # Losses
 
     def cross_entropy(self, output: Any, y: Any) -> Any:
-        return (-jnp.take_along_axis(jax.nn.log_softmax(output), y[..., None], -1)[..., 0]).sum()
+        return self._by_position(output, y).sum()
+
+    def _by_position(self, output: Any, y: Any) -> Any:
+        if self._run_on_gpu:
+            # The other way takes one score, and the gradient of that is a scatter: slow on a GPU in one fixed order.
+            label = jnp.arange(output.shape[-1]) == y[..., None]
+            return -jnp.where(label, jax.nn.log_softmax(output), 0).sum(-1)
+        return -jnp.take_along_axis(jax.nn.log_softmax(output), y[..., None], -1)[..., 0]
+
+    def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
+        scores, counts = jnp.moveaxis(output, class_axis(output.shape, y.shape), -1), y != IGNORED
+        return jnp.where(counts, self._by_position(scores, jnp.where(counts, y, 0)), 0).sum(), counts.sum()
+
+    def number(self, value: Any, like: Any) -> Any:
+        return jax.lax.stop_gradient(jnp.asarray(value, jnp.promote_types(like.dtype, jnp.float32)).reshape(()))
+
+    def choose(self, weight: Any, new: Any, old: Any) -> Any:
+        return jnp.where(weight > 0, new, old)
 
     def sum_of_means(self, value: Any) -> Any:
         # One formula for all shapes: XLA need not give another one the same bits.

@@ -15,11 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from samestep.backends.base import Backend
+from samestep.backends.calling import spread
 from samestep.backends.jax.adapters import Adapter
 from samestep.backends.jax.fingerprint import fingerprint
 from samestep.backends.jax.flat import FlatTree
+from samestep.backends.losses import Measure
 from samestep.errors import Invalid
 from samestep.shards import Fold, parts
+from samestep.trees import Tree, length, mapped
 
 Array = Any
 Vector = Any
@@ -43,44 +46,43 @@ class Program:
 
     backend: Backend
     adapter: Adapter
-    loss: Any
+    measure: Measure
     params: FlatTree  # of one vector
     state: FlatTree
     shards: int
     kind: str  # of device
 
-    def shard(self, parameters: Vector, state: State, x: Array, y: Array, key: Array, shard: Array) -> Vector:
+    def shard(self, parameters: Vector, state: State, x: Tree, y: Tree, key: Array, shard: Array) -> Vector:
         """What one shard gives, as described in backends/base.py."""
 
-        def forward(params: Any) -> tuple[Array, tuple[Array, Any]]:
+        def forward(params: Any) -> tuple[Array, tuple[list[Array], Any]]:
             # nnx changes its variables, and may do so only in the trace in which they were made: they are copied in here.
-            output, new = self.adapter(params, self.state.unflatten(state), x, noise(key), True)
-            return self.sum_of_losses(output, y), (self.backend.hits(output, y), new)
+            numbers, new = self.numbers(params, self.state.unflatten(state), x, y, key, True)
+            return numbers[0], (numbers[1:], new)
 
         params = self.params.unflatten([parameters])
-        (loss, (hits, new)), gradients = jax.value_and_grad(forward, has_aux=True)(params)
+        (loss, ((hits, *more), new)), gradients = jax.value_and_grad(forward, has_aux=True)(params)
         if jax.tree.structure(new) != self.state.structure:
             raise Invalid("the state that the model returns must have the structure of the one it was given")
         dtype, after = parameters.dtype, self.state.flatten(new)
         wide = [layout.wide(str(dtype)) for layout in self.state.layouts]
-        changes = [(now.astype(kind) - before.astype(kind)).astype(dtype) * len(y)
+        changes = [(now.astype(kind) - before.astype(kind)).astype(dtype) * length(y)
                    for now, before, kind in zip(after, state, wide, strict=True)]  # fmt: skip
         mine = jnp.arange(self.shards) == shard
         slots = [jnp.where(mine, number.astype(dtype), 0) for number in (loss, hits)]
-        return jnp.concatenate([*self.params.flatten(gradients), *changes, *slots])
+        more = [number.astype(dtype).reshape(1) for number in more]
+        return jnp.concatenate([*self.params.flatten(gradients), *changes, *slots, *more])
 
-    def sum_of_losses(self, output: Any, y: Array) -> Array:
-        if self.loss is None and self.kind == "cuda":
-            # The backend's takes one score, and the gradient of that is a scatter: slow on a GPU in one fixed order.
-            label = jnp.arange(output.shape[-1]) == y[..., None]
-            return (-jnp.where(label, jax.nn.log_softmax(output), 0).sum(-1)).sum()
-        return self.backend.sum_of_losses(self.loss, output, y)
+    def numbers(self, params: Any, state: Any, x: Tree, y: Tree, key: Array, train: bool) -> tuple[list[Array], Any]:
+        """Loss, hits and what else is measured, and the new state."""
+        output, new = self.adapter(params, state, spread(x, self.measure.style), noise(key), train)
+        return self.backend.measured(self.measure, output, y), new
 
     gradient = jitted(shard)
 
     @jitted
     def gradients(
-        self, parameters: Vector, state: State, x: Array, y: Array, index: Array, keys: Array, first: Array, n: Array
+        self, parameters: Vector, state: State, x: Tree, y: Tree, index: Array, keys: Array, first: Array, n: Array
     ) -> Array:
         """Shards `first`, `first + 1`, ... of one size: row i of the result is of one. Row i of `index` says which rows of
         x and y are its examples.
@@ -91,11 +93,12 @@ class Program:
 
         def turn(i: Array, rows: Array) -> Array:
             # The barrier: what computes with the examples must not see what they were taken from.
-            taken = [jnp.take(array, index[i], axis=0, mode="clip") for array in (x, y)]
+            taken = mapped(lambda array: jnp.take(array, index[i], axis=0, mode="clip"), [x, y])
             here, labels = jax.lax.optimization_barrier(taken)
             return rows.at[i].set(self.shard(parameters, state, here, labels, keys[i], first + i))
 
-        size = sum(layout.size for tree in (self.params, self.state) for layout in tree.layouts) + 2 * self.shards
+        size = sum(layout.size for tree in (self.params, self.state) for layout in tree.layouts)
+        size += 2 * self.shards + self.measure.more
         return jax.lax.fori_loop(0, n, turn, jnp.zeros((self.shards, size), parameters.dtype))
 
     @partial(jitted, static_argnums=(0, 1, 2, 3))
@@ -110,10 +113,9 @@ class Program:
         return [fold.parts[span] for span in parts(lo, hi, n)]
 
     @jitted
-    def evaluate(self, parameters: Vector, state: State, x: Array, y: Array, key: Array) -> Vector:
+    def evaluate(self, parameters: Vector, state: State, x: Tree, y: Tree, key: Array) -> Vector:
         params = self.params.unflatten([parameters])
-        output, _ = self.adapter(params, self.state.unflatten(state), x, noise(key), False)
-        numbers = self.sum_of_losses(output, y), self.backend.hits(output, y)
+        numbers, _ = self.numbers(params, self.state.unflatten(state), x, y, key, False)
         return jnp.stack([number.astype(parameters.dtype) for number in numbers])
 
     @jitted

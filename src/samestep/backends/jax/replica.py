@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from samestep.draws import halves
 from samestep.errors import Invalid
 from samestep.fingerprint import hashed
 from samestep.shards import parts
+from samestep.trees import Tree, length
 
 if TYPE_CHECKING:
     from samestep.data.feed import Batch
@@ -35,10 +37,16 @@ ROOM = 1 << 26  # bytes that the vectors of all shards of a batch may take for t
 
 class JaxReplica(Replica):
     def __init__(
-        self, backend: Backend, adapted: tuple[Adapter, Any, Any], loss: Any, device: Device, shards: int, native: Any
+        self,
+        backend: Backend,
+        adapted: tuple[Adapter, Any, Any],
+        measure: Any,
+        device: Device,
+        shards: int,
+        native: Any,
     ) -> None:
         """`native` is the device object on which the user's arrays are: a run may compute on another (clients.py)."""
-        super().__init__(backend, loss, device, shards)
+        super().__init__(backend, measure, device, shards)
         self._adapter, params, state = adapted
         self._native, self._given = native, list(map(id, jax.tree.leaves(params)))
         self.trees = FlatTree.of(params), FlatTree.of(state)
@@ -51,7 +59,9 @@ class JaxReplica(Replica):
         self.layouts = [layout for tree in self.trees for layout in tree.layouts]
         vectors = [*self.trees[0].flatten(params), *self.trees[1].flatten(state)]
         self.replace([backend.put(vector, device) for vector in vectors])
-        self.program = program(backend, self._adapter, ById.wrap(loss), *self.trees, shards, device.kind)
+        own = self.measure
+        wrapped = replace(own, loss=ById.wrap(own.loss), metrics=tuple((name, ById.wrap(f)) for name, f in own.metrics))
+        self.program = program(backend, self._adapter, wrapped, *self.trees, shards, device.kind)
         self.looped = device.kind in LOOPED and 1 < shards <= ROOM // (self.size * self.parameters.dtype.itemsize)
 
     @property
@@ -62,9 +72,9 @@ class JaxReplica(Replica):
         self._parameters, *state = vectors
         self.state = tuple(state)
 
-    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
         if self.looped:
-            rows = self._loop(x, y, np.arange(len(y)).reshape(1, -1), [key], shard)
+            rows = self._loop(x, y, np.arange(length(y)).reshape(1, -1), [key], shard)
             return self.program.partial_sums(shard, shard + 1, self.shards, (1,), [rows])[0]
         return self.program.gradient(self._parameters, self.state, x, y, halves(key, np.uint32), np.int32(shard))
 
@@ -95,7 +105,7 @@ class JaxReplica(Replica):
 
         return [compute]
 
-    def _loop(self, x: Array, y: Array, index: Numbers, keys: Sequence[int], first: int) -> Array:
+    def _loop(self, x: Tree, y: Tree, index: Numbers, keys: Sequence[int], first: int) -> Array:
         """One launch for shards of one size, whose examples are these rows of x and y."""
         count, size = index.shape
         padded = np.zeros((self.shards, size), np.int32)
@@ -105,7 +115,7 @@ class JaxReplica(Replica):
         given = self._parameters, self.state, x, y, padded, words
         return self.program.gradients(*given, np.int32(first), np.int32(count))
 
-    def inside(self, x: Array, y: Array) -> tuple[list[str], list[str]]:
+    def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:
         given = self._parameters, self.state, x, y, halves(0, np.uint32), np.int32(0)
         used = self.program.gradient.trace(*given).jaxpr
         anew = jax.make_jaxpr(lambda *given: self.program.shard(*given))(*given)
@@ -113,7 +123,7 @@ class JaxReplica(Replica):
         strangers = [repr(name) for name, leaf in zip(names, self._given, strict=True) if leaf in constants]
         return strangers, [hashed(*one.consts, text=ADDRESS.sub("", str(one))) for one in (used, anew)]
 
-    def evaluate(self, x: Array, y: Array, key: int) -> Vector:
+    def evaluate(self, x: Tree, y: Tree, key: int) -> Vector:
         return self.program.evaluate(self._parameters, self.state, x, y, halves(key, np.uint32))
 
     def assign(self, parameters: Vector) -> None:

@@ -13,7 +13,7 @@ from samestep.backends.by_id import ById
 from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.layout import Tensors, on_host
-from samestep.backends.updaters import NativeUpdater
+from samestep.backends.updaters import Clip, NativeUpdater
 from samestep.errors import WrongType
 
 
@@ -25,7 +25,7 @@ class JaxUpdater(NativeUpdater):
     optax.adam(0.001)                                   its rate is inside it: used as it is, and a schedule is an error
     """
 
-    def __init__(self, given: Any, replica: JaxReplica, clip: float) -> None:
+    def __init__(self, given: Any, replica: JaxReplica, clip: Clip) -> None:
         super().__init__(replica, clip)
         ready = hasattr(given, "init") and hasattr(given, "update")
         made = given if ready else given(0.1)

@@ -28,9 +28,19 @@ from mxnet.base import MXNetError
 from mxnet.context import Context
 
 from samestep.backends.base import Backend, Task
-from samestep.backends.losses import Shape, check_examples, check_weights, convert, not_trained
+from samestep.backends.losses import (
+    IGNORED,
+    Measure,
+    Shape,
+    check_examples,
+    check_weights,
+    class_axis,
+    convert,
+    not_floats,
+    not_trained,
+)  # fmt: skip
 from samestep.backends.mxnet import numerics
-from samestep.backends.mxnet.blocks import arrays_in, blocks_of, parameters_of
+from samestep.backends.mxnet.blocks import arrays_in, blocks_of, parameters_of, passed, style
 from samestep.backends.mxnet.content import content
 from samestep.backends.mxnet.engine import check_soon, idle_view, use_threads
 from samestep.backends.mxnet.flat import as_nd
@@ -40,6 +50,7 @@ from samestep.backends.mxnet.updater import MxnetUpdater
 from samestep.backends.workers import side_by_side
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
+from samestep.trees import Tree, mapped
 
 TYPES = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
 # Numbers of contexts of the CPU that are samestep's. A run on cpu:i keeps its vectors on HOMES + i, and computes shards on
@@ -172,7 +183,10 @@ class MxnetBackend(Backend):
 
     # Models
 
-    def probe(self, model: Any, loss: Any, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], name: str = "x") -> Shape:
+    style = staticmethod(style)
+
+    def probe(self, model: Any, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
+        measure = Measure.of(measure)
         parameters = parameters_of(model).values()
         types = (str(np.dtype(p.dtype)) for p in parameters if p.grad_req != "null")
         dtype = check_weights(self.describe(model), types)
@@ -187,12 +201,11 @@ class MxnetBackend(Backend):
         as_given = nd.NDArray.as_np_ndarray if mx.util.is_np_array() else nd.NDArray.as_nd_ndarray
         try:
             with context, autograd.pause(train_mode=False), self.explained():
-                output = model(as_given(_array(x, context)))
-                if loss is not None:
-                    self.sum_of_losses(loss, output, as_given(_array(y, context)))
+                given, labels = (mapped(lambda one: as_given(_array(one, context)), tree) for tree in (x, y))
+                shape = self.described(measure, model(*passed(given, measure.style)), labels, y, dtype)
                 nd.waitall()
         except (MXNetError, TypeError, ValueError) as error:
-            if x.dtype.kind != "f" and re.search("(?i)dtype|type|expected", str(error)):
+            if not_floats(x) and re.search("(?i)dtype|type|expected", str(error)):
                 raise convert(name, x, dtype) from error
             raise
         finally:
@@ -202,16 +215,16 @@ class MxnetBackend(Backend):
                 for key in [key for key, value in attributes.items() if isinstance(value, nd.NDArray)]:
                     del attributes[key]
                 attributes.update(arrays)
-        return self.check_output(output, y, loss, dtype)
+        return shape
 
-    def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> MxnetReplica:
+    def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> MxnetReplica:
         home = self._home(device)
         if self._lanes and self._next is None:  # weights that had to be drawn have been drawn by now
             self._next = nd.random.randint(0, 2**31 - 1, ctx=mx.cpu())
         with self.explained():
-            return MxnetReplica(self, model, loss, device, shards, home, *(self._lanes or [home]))
+            return MxnetReplica(self, model, measure, device, shards, home, *(self._lanes or [home]))
 
-    def updater(self, optimizer: Any, replica: MxnetReplica, clip: float) -> MxnetUpdater:
+    def updater(self, optimizer: Any, replica: MxnetReplica, clip: Any) -> MxnetUpdater:
         return MxnetUpdater(optimizer, replica, clip)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
@@ -225,8 +238,25 @@ class MxnetBackend(Backend):
     def cross_entropy(self, output: Any, y: Any) -> Any:
         return -nd.pick(nd.log_softmax(as_nd(output), axis=1), as_nd(y), axis=1).sum()
 
-    def call_loss(self, loss: Any, output: Any, y: Any) -> Any:
-        value = as_nd(loss(output, y))
+    def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
+        scores, labels = as_nd(output), as_nd(y)
+        axis = class_axis(scores.shape, labels.shape)
+        counts = (labels != IGNORED).astype(scores.dtype)
+        each = nd.pick(nd.log_softmax(scores, axis=axis), nd.maximum(labels, 0), axis=axis)
+        return -(each * counts).sum(), counts.sum()
+
+    def number(self, value: Any, like: Any) -> Any:
+        dtype = np.promote_types(like.dtype, np.float32)
+        if not isinstance(value, nd.NDArray):
+            return nd.full((1,), value, like.ctx, dtype)
+        return as_nd(value).detach().astype(dtype).reshape((1,))
+
+    def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
+        pair = isinstance(loss, gluon.loss.Loss) and isinstance(y, tuple)  # labels, and the weights of examples
+        value = loss(output, *y) if pair else loss(output, y)
+        if isinstance(value, (tuple, list)):
+            return [as_nd(one) for one in value]
+        value = as_nd(value)
         return value.reshape((1,)) if isinstance(value, nd.NDArray) and self.is_single(value) else value
 
     def is_single(self, value: Any) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from mxnet import nd
 from mxnet.context import Context
-from mxnet.gluon import Block
+from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.parameter import Parameter
 
+from samestep.backends.calling import Style, spread, style_of
 from samestep.errors import Invalid, WrongType
+from samestep.trees import Tree
 
 
 def blocks_of(block: Block, path: str = "") -> Iterator[tuple[str, Block]]:
@@ -36,6 +39,28 @@ def parameters_of(model: Block) -> dict[str, Parameter]:
                 found[path + name.removeprefix(block.params.prefix)] = p
                 known.add(id(p))
     return found
+
+
+def style(model: Block, x: Tree, whole: bool) -> Style:
+    """How a block takes x: by places alone, so names are brought into the order of its arguments."""
+    hybrid = isinstance(model, HybridBlock) and type(model).forward is HybridBlock.forward
+    function = model.hybrid_forward if hybrid else model.forward
+    found = style_of(function, x, whole, skip=int(hybrid))
+    if not isinstance(found, tuple):
+        return found
+    names = list(inspect.signature(function).parameters)[int(hybrid) :]
+    places = tuple(name for name in names if name in found)
+    if places != tuple(names[: len(found)]):
+        raise Invalid(
+            f"a block takes its inputs by place, and these leave gaps: {', '.join(found)} of {', '.join(names)}"
+        )
+    return places
+
+
+def passed(x: Tree, style: Style) -> list[Any]:
+    """What a block is called with."""
+    args, named = spread(x, style)
+    return [*args, *named.values()]
 
 
 def arrays_in(block: Block) -> dict[str, Any]:

@@ -25,20 +25,22 @@ from mxnet.gluon.parameter import Parameter
 from samestep.backends.base import Array, Backend, Replica, Vector
 from samestep.backends.layout import Tensors
 from samestep.backends.losses import not_trained
-from samestep.backends.mxnet.blocks import bare, check_parameters, copied, parameters_of
+from samestep.backends.mxnet.blocks import bare, check_parameters, copied, parameters_of, passed
 from samestep.backends.mxnet.engine import idle_view, numpy_view, soon
 from samestep.backends.mxnet.flat import Flat
 from samestep.backends.mxnet.lane import Lane
 from samestep.backends.mxnet.noise import drawn_from
 from samestep.devices import Device
 from samestep.fingerprint import Fingerprint
+from samestep.trees import Tree, length, mapped
 
 
 class MxnetReplica(Replica):
     def __init__(
-        self, backend: Backend, model: Block, loss: Any, device: Device, shards: int, home: Context, *lanes: Context
+        self, backend: Backend, model: Block, measure: Any, device: Device, shards: int, home: Context, *lanes: Context
     ) -> None:
-        super().__init__(backend, loss, device, shards)
+        super().__init__(backend, measure, device, shards)
+        loss = self.measure.loss
         for name in loss.collect_params() if isinstance(loss, Block) else ():
             raise not_trained(f"{name!r} of the loss")
         self._home, self._contexts = home, lanes
@@ -70,46 +72,47 @@ class MxnetReplica(Replica):
 
     # One shard
 
-    def gradient(self, x: Array, y: Array, key: int, shard: int) -> Vector:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
         lane = self._lane(shard, training=True)
         dtype, start = self.layouts[0].dtype, self.layouts[0].size
         with lane.context:
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
                 with autograd.record():
-                    output = lane.block(x)
-                    loss = self.backend.sum_of_losses(self.loss, output, y)
-                loss.backward()
+                    numbers = self.backend.measured(self.measure, lane.block(*passed(x, self.measure.style)), y)
+                numbers[0].backward()
             lane.gather()
             for flat, own in zip(self.state, lane.state, strict=True):
                 now, first = (each.vector.astype(flat.wide, copy=False) for each in (own, flat))
-                change = (now - first).astype(dtype) * len(y)
+                change = (now - first).astype(dtype) * length(y)
                 change.copyto(lane.vector[start : start + flat.layout.size])
                 start += flat.layout.size
-            right = self.backend.hits(output, y)
         lane.check_constants()
-        for i, number in ((shard, loss), (self.shards + shard, right)):
+        places = shard, self.shards + shard, *range(2 * self.shards, self.numbers)
+        for i, number in zip(places, numbers, strict=True):
             number.copyto(lane.vector[start + i : start + i + 1])
         vector = nd.empty((self.size,), self._home, dtype)
         lane.vector.copyto(vector)
         return vector
 
-    def evaluate(self, x: Array, y: Array, key: int) -> Vector:
+    def evaluate(self, x: Tree, y: Tree, key: int) -> Vector:
         self._turn += 1
         lane = self._lane(self._turn, training=False)
         with lane.context, autograd.pause(train_mode=False):
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
-                output = lane.block(x)
-                loss = self.backend.sum_of_losses(self.loss, output, y)
-            numbers = loss, self.backend.hits(output, y)
-        both = nd.empty((2,), self._home, np.float64)
-        return nd.concat(*(number.astype(np.float64).reshape((1,)) for number in numbers), dim=0, out=both)
+                numbers = self.backend.measured(self.measure, lane.block(*passed(x, self.measure.style)), y)
+        all_ = nd.empty((len(numbers),), self._home, np.float64)
+        return nd.concat(*(number.astype(np.float64).reshape((1,)) for number in numbers), dim=0, out=all_)
 
-    def _given(self, x: Array, y: Array, lane: Lane) -> tuple[Array, Array]:
+    def _given(self, x: Tree, y: Tree, lane: Lane) -> tuple[Tree, Tree]:
         """The examples as the model wants them, in a lane."""
-        x, y = x.as_in_context(lane.context), y.as_in_context(lane.context)
-        return (x.as_np_ndarray(), y.as_np_ndarray()) if self._numpy else (x, y)
+
+        def moved(array: Array) -> Array:
+            array = array.as_in_context(lane.context)
+            return array.as_np_ndarray() if self._numpy else array
+
+        return mapped(moved, x), mapped(moved, y)
 
     # The step's other half
 
@@ -167,7 +170,7 @@ class MxnetReplica(Replica):
         lane = self._lanes.get((context, training))
         if lane is None:
             block, state = self._copy(self.tensors(), context), [flat.twin(context) for flat in self.state]
-            lane = Lane(context, block, self.loss, self.layouts[0], state, list(self._constants), self.size)
+            lane = Lane(context, block, self.measure.loss, self.layouts[0], state, list(self._constants), self.size)
             self._lanes[context, training] = lane
         lane.begin(self.weights, self.state)
         return lane

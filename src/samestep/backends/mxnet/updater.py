@@ -9,6 +9,7 @@ import mxnet as mx
 
 from samestep.backends.keeping import KeepingUpdater
 from samestep.backends.mxnet.replica import MxnetReplica
+from samestep.backends.updaters import Clip
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
@@ -19,10 +20,14 @@ SET = {"lr", "num_update", "_index_update_count", "_all_index_update_counts", "p
 class MxnetUpdater(KeepingUpdater):
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
-    def __init__(self, given: Any, replica: MxnetReplica, clip: float) -> None:
+    def __init__(self, given: Any, replica: MxnetReplica, clip: Clip) -> None:
         super().__init__(replica, clip)
         self.optimizer = made = copy.deepcopy(_made(given))
         self._scheduler, made.lr_scheduler = made.lr_scheduler, None  # the schedule sets the rate
+        if made.lr_mult or made.wd_mult:
+            raise Invalid(
+                "in Gluon, set_lr_mult and set_wd_mult of an optimizer have no effect: set them on parameters"
+            )
         self._leaves = replica.leaves()
         made.param_dict = {i: about for i, (_, about, _) in enumerate(self._leaves)}  # for lr_mult and wd_mult
         self._state = [made.create_state_multi_precision(i, view) for i, (_, _, view) in enumerate(self._leaves)]

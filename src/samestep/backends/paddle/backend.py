@@ -27,12 +27,23 @@ from paddle.base import core
 from paddle.jit.dy2static.program_translator import StaticFunction
 
 from samestep.backends.base import Backend, Task
+from samestep.backends.calling import Style, spread, style_of
 from samestep.backends.layout import Numbers
-from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.losses import (
+    IGNORED,
+    Measure,
+    Shape,
+    check_examples,
+    check_weights,
+    class_axis,
+    convert,
+    not_floats,
+)  # fmt: skip
 from samestep.backends.paddle import numerics
 from samestep.backends.paddle.content import content
 from samestep.backends.paddle.exact import check_optimizer, exact
 from samestep.backends.paddle.flat import CPU, Tensor, Vector, dtype_of, numpy_view
+from samestep.backends.paddle.losses import weighted
 from samestep.backends.paddle.noise import GENERATOR
 from samestep.backends.paddle.numerics import MKL
 from samestep.backends.paddle.replica import PaddleReplica
@@ -40,6 +51,7 @@ from samestep.backends.paddle.updater import PaddleUpdater
 from samestep.backends.replacing import noted
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid, WrongType
+from samestep.trees import Tree, mapped
 
 FLAGS = {
     "FLAGS_new_executor_serial_run": True,  # a compiled layer, too, in the thread that calls it
@@ -160,7 +172,11 @@ class PaddleBackend(Backend):
 
     # Models
 
-    def probe(self, model: paddle.nn.Layer, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
+    def style(self, model: paddle.nn.Layer, x: Tree, whole: bool) -> Style:
+        return style_of(model.forward, x, whole)
+
+    def probe(self, model: paddle.nn.Layer, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
+        measure = Measure.of(measure)
         weights = [p for p in model.parameters() if not p.stop_gradient]
         dtype = check_weights(self.describe(model), map(dtype_of, weights))
         check_examples(name, x, dtype)
@@ -171,14 +187,14 @@ class PaddleBackend(Backend):
         model.eval()
         try:
             with paddle.no_grad(), self.explained(), noted([(StaticFunction, "__call__")]) as called:
-                output = model(self.put(x, cpu()))
-                if loss is not None:
-                    self.sum_of_losses(loss, output, self.put(y, cpu()))
+                given, named = spread(mapped(partial(self.put, device=cpu()), x), measure.style)
+                output = model(*given, **named)
+                shape = self.described(measure, output, mapped(partial(self.put, device=cpu()), y), y, dtype)
             self._in_turn = bool(called) or any(isinstance(layer.forward, StaticFunction) for layer, *_ in modes)
             if self._in_turn and self.portable:
                 raise Invalid("portable: a compiled layer may have other bits on other CPUs: leave out to_static")
         except (RuntimeError, ValueError, TypeError) as error:
-            if x.dtype.kind != "f" and re.search("(?i)dtype|data ?type|type of data", str(error)):
+            if not_floats(x) and re.search("(?i)dtype|data ?type|type of data", str(error)):
                 raise convert(name, x, dtype) from error
             raise
         finally:
@@ -187,16 +203,16 @@ class PaddleBackend(Backend):
                 layer._buffers.clear()
                 layer._buffers.update(buffers)
             GENERATOR.set_state(noise)
-        return self.check_output(output, y, loss, dtype)
+        return shape
 
     def replica(
-        self, model: paddle.nn.Layer, loss: Any, device: Device, shards: int, capture: bool = True
+        self, model: paddle.nn.Layer, measure: Any, device: Device, shards: int, capture: bool = True
     ) -> PaddleReplica:
         self.require(device)
         with self.explained():
-            return PaddleReplica(self, model, loss, device, shards)
+            return PaddleReplica(self, model, measure, device, shards)
 
-    def updater(self, optimizer: Any, replica: PaddleReplica, clip: float) -> PaddleUpdater:
+    def updater(self, optimizer: Any, replica: PaddleReplica, clip: Any) -> PaddleUpdater:
         updater = PaddleUpdater(optimizer, replica, clip)
         check_optimizer(updater.optimizer, self.portable)
         return updater
@@ -216,6 +232,20 @@ class PaddleBackend(Backend):
 
     def cross_entropy(self, output: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(output, y, reduction="sum")
+
+    def by_position(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        axis = class_axis(tuple(output.shape), tuple(y.shape))
+        labels = y.unsqueeze(axis)
+        return F.cross_entropy(output, labels, ignore_index=IGNORED, axis=axis, reduction="sum"), (y != IGNORED).sum()
+
+    def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
+        return weighted(loss, output, y) or loss(output, y)
+
+    def number(self, value: Any, like: Tensor) -> Tensor:
+        dtype = paddle.float64 if like.dtype == paddle.float64 else paddle.float32
+        if isinstance(value, paddle.Tensor):
+            return value.detach().astype(dtype).reshape([])
+        return paddle.to_tensor(value, dtype, CPU)
 
     def count_hits(self, output: Tensor, y: Tensor) -> Tensor:
         return (output.detach().argmax(1) == y).sum()

@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from samestep.backends.paddle.flat import Flat, Tensor, Vector
+from samestep.backends.pair import Given
 
 Home = tuple[dict[str, Any], str, Tensor]  # a layer's dictionary of tensors, a name in it, and what was there at first
 
@@ -47,14 +48,15 @@ class Lane:
             for layer, mode in zip(self.layer.sublayers(include_self=True), self.modes, strict=True):
                 layer.training = training and mode
 
-    def run(self, x: Tensor, start: Sequence[Flat]) -> Any:
+    def run(self, given: Given, start: Sequence[Flat]) -> Any:
         """The model's output, with a state that starts from these vectors."""
         for now, first in self.buffers:
             now.clear()
             now.update(first)
         for (own, _), flat in zip(self.state, start, strict=True):
             paddle.assign(flat.vector, own)
-        return self.layer(x)
+        x, named = given
+        return self.layer(*x, **named)
 
     def changes(self, start: Sequence[Flat]) -> list[Vector]:
         """What the shard did to each vector of the state."""

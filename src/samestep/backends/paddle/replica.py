@@ -20,6 +20,7 @@ from paddle.base.framework import EagerParamBase
 from paddle.nn.clip import merge_selected_rows
 
 from samestep.backends.base import Replica
+from samestep.backends.calling import spread
 from samestep.backends.lanes import Lanes
 from samestep.backends.layout import Numbers, Tensors
 from samestep.backends.losses import not_trained
@@ -29,6 +30,7 @@ from samestep.backends.paddle.noise import PaddleNoise
 from samestep.devices import Device
 from samestep.errors import Written, WrongType
 from samestep.fingerprint import Fingerprint
+from samestep.trees import Tree, length
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
@@ -38,8 +40,9 @@ STATISTICS = {"_mean", "_variance", "weight_u", "weight_v"}
 
 
 class PaddleReplica(Replica):
-    def __init__(self, backend: Backend, model: paddle.nn.Layer, loss: Any, device: Device, shards: int) -> None:
-        super().__init__(backend, loss, device, shards)
+    def __init__(self, backend: Backend, model: paddle.nn.Layer, measure: Any, device: Device, shards: int) -> None:
+        super().__init__(backend, measure, device, shards)
+        loss = self.measure.loss
         for name, p in loss.named_parameters() if isinstance(loss, paddle.nn.Layer) else ():
             if not p.stop_gradient:
                 raise not_trained(f"{name!r} of the loss")
@@ -81,42 +84,37 @@ class PaddleReplica(Replica):
 
     # One shard
 
-    def gradient(self, x: Tensor, y: Tensor, key: int, shard: int) -> Vector:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
         lane, dtype, (before, after) = self.lane(training=True), self.parameters.dtype, self._around[shard]
 
-        def forward() -> tuple[Tensor, Any]:
-            output = lane.run(x, self.state)
-            return self.backend.sum_of_losses(self.loss, output, y), output
-
-        def backward(result: tuple[Tensor, Any]) -> Vector:
-            loss, output = result
-            loss.backward()
+        def backward(numbers: list[Tensor]) -> Vector:
+            numbers[0].backward()
             with paddle.no_grad():  # a gradient can be differentiated again: it would hold on to what is made of it
                 gradients = self.weights.pieces([dense(p.grad, p) for p in lane.parameters])
-                changes = [change.astype(dtype) * len(y) for change in lane.changes(self.state)]
-                numbers = loss.detach(), self.backend.hits(output, y)
-                loss, right = (number.astype(dtype).reshape([1]) for number in numbers)
-                vector = paddle.concat([*gradients, *changes, *before, loss, *after, *before, right, *after])
+                changes = [change.astype(dtype) * length(y) for change in lane.changes(self.state)]
+                loss, right, *more = (number.detach().astype(dtype).reshape([1]) for number in numbers)
+                vector = paddle.concat([*gradients, *changes, *before, loss, *after, *before, right, *after, *more])
             for p in lane.parameters:
                 p.grad = None  # clear_gradient would free a weight, too, if that is the gradient of another
             self._check_constants(lane)
             return vector
 
-        return self._noise[True].compute(key, forward, backward)
+        return self._noise[True].compute(key, lambda: self._measured(lane, x, y), backward)
 
-    def inside(self, x: Tensor, y: Tensor) -> tuple[list[str], list[str]]:
+    def _measured(self, lane: Lane, x: Tree, y: Tree) -> list[Tensor]:
+        return self.backend.measured(self.measure, lane.run(spread(x, self.measure.style), self.state), y)
+
+    def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:
         lane, theirs = self.lane(training=True), self._trained
-        loss = self.backend.sum_of_losses(self.loss, lane.run(x, self.state), y)
+        loss, *_ = self._measured(lane, x, y)
         found = paddle.grad(loss, list(theirs.values()), allow_unused=True)
         return [repr(name) for name, gradient in zip(theirs, found, strict=True) if gradient is not None], []
 
-    def evaluate(self, x: Tensor, y: Tensor, key: int) -> Vector:
+    def evaluate(self, x: Tree, y: Tree, key: int) -> Vector:
         lane = self.lane(training=False)
 
         def forward() -> Vector:
-            output = lane.run(x, self.state)
-            loss, right = self.backend.sum_of_losses(self.loss, output, y), self.backend.hits(output, y)
-            return paddle.stack([loss.astype("float64"), right.astype("float64")])
+            return paddle.stack([number.astype("float64") for number in self._measured(lane, x, y)])
 
         with paddle.no_grad():
             return self._noise[False].compute(key, forward, lambda result: result)

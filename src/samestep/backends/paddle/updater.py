@@ -14,6 +14,7 @@ from samestep.backends.keeping import KeepingUpdater
 from samestep.backends.paddle.content import HIDDEN
 from samestep.backends.paddle.flat import Tensor, Vector
 from samestep.backends.paddle.replica import PaddleReplica
+from samestep.backends.updaters import Clip
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
@@ -23,7 +24,7 @@ class PaddleUpdater(KeepingUpdater):
 
     _one = threading.Lock()  # Paddle's optimizers keep some of what they know in the whole process
 
-    def __init__(self, given: Any, replica: PaddleReplica, clip: float) -> None:
+    def __init__(self, given: Any, replica: PaddleReplica, clip: Clip) -> None:
         super().__init__(replica, clip)
         leaves = replica.leaves()
         self._parameters = [mine for _, mine in leaves]

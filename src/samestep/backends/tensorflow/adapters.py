@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from samestep.backends.layout import Numbers, Tensors
+from samestep.backends.calling import Style, style_of
+from samestep.backends.layout import Tensors
 from samestep.backends.names import anew, unnumbered
+from samestep.backends.pair import Given
 from samestep.errors import Invalid, WrongType
+from samestep.trees import Tree
 
 Tensor = Any
 Variables = dict[str, tf.Variable]
@@ -36,11 +40,11 @@ class Adapter(ABC):
         return {name: np.array(variable.numpy()) for name, variable in self.variables.items()}
 
     @abstractmethod
-    def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
+    def __call__(self, given: Given, train: bool) -> tuple[Any, list[Tensor]]:
         """The output, and losses of the layers themselves, such as weight decay: each counts once for a whole batch."""
 
     @abstractmethod
-    def copied(self, example: Numbers | None) -> Any:
+    def copied(self, example: Given | None) -> Any:
         """Another model of this kind; the values of its weights are still to be set."""
 
 
@@ -55,17 +59,26 @@ class KerasAdapter(Adapter):
         self.state = {name: v.value for name, v in named if id(v) not in trained}
         self.constraints = {name: v.constraint for name, v in named if id(v) in trained and v.constraint}
 
-    def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
-        output = self.model(x, training=train)
+    def __call__(self, given: Given, train: bool) -> tuple[Any, list[Tensor]]:
+        x, named = self._passed(given)
+        output = self.model(*x, **named, training=train)
         losses = list(self.model.losses)
         self.model._clear_losses()  # they belong to the graph being traced, and are of no use outside it
         return output, losses
 
-    def copied(self, example: Numbers | None) -> Any:
+    def _passed(self, given: Given) -> Given:
+        """A functional model takes inputs by name in one dictionary."""
+        x, named = given
+        return ([named], {}) if named and is_functional(self.model) else (x, named)
+
+    def copied(self, example: Given | None) -> Any:
         try:
             twin = self._made_again()
-            if not twin.built:
-                twin.build_from_config(self.model.get_build_config()) if example is None else twin(example)
+            if not twin.built and example is None:
+                twin.build_from_config(self.model.get_build_config())
+            elif not twin.built and example:
+                x, named = example
+                twin(*x, **named)
             if [w.shape for w in twin.weights] != [w.shape for w in self.model.weights]:
                 raise Invalid("it then has other weights")
             if {id(v) for v in twin.variables} & {id(v) for v in self.model.variables}:
@@ -80,7 +93,7 @@ class KerasAdapter(Adapter):
         return twin
 
     def _made_again(self) -> Any:
-        if isinstance(self.model, keras.Sequential) or hasattr(self.model, "operations"):  # functional
+        if is_functional(self.model):
             return keras.models.clone_model(self.model)
         config, words = self.model.get_config(), inspect.signature(type(self.model)).parameters
         if all(word.kind is not word.VAR_KEYWORD for word in words.values()):
@@ -115,11 +128,30 @@ class ModuleAdapter(Adapter):
         except Exception:  # there is no source to read, as in an interactive session
             self._function = function
 
-    def __call__(self, x: Tensor, train: bool) -> tuple[Any, list[Tensor]]:
-        return self._function(self.model, x, **dict.fromkeys(self._words, train)), []
+    def __call__(self, given: Given, train: bool) -> tuple[Any, list[Tensor]]:
+        x, named = given
+        return self._function(self.model, *x, **named, **dict.fromkeys(self._words, train)), []
 
-    def copied(self, example: Numbers | None) -> Any:
+    def copied(self, example: Given | None) -> Any:
         return copy.deepcopy(self.model)
+
+
+def is_functional(model: Any) -> bool:
+    """Whether a model was made from layers alone: its class says nothing about its inputs."""
+    return isinstance(model, keras.Sequential) or hasattr(model, "operations")
+
+
+def style(model: Any, x: Tree, whole: bool) -> Style:
+    """How a model takes x. A functional one takes what it has inputs for."""
+    if not isinstance(model, keras.Layer):
+        return style_of(getattr(call := type(model).__call__, "python_function", call), x, whole, skip=1)
+    if not is_functional(model):
+        return style_of(model.call, x, whole)
+    inputs = {tensor.name for tensor in getattr(model, "inputs", None) or []}
+    known = tuple(key for key in x if key in inputs) if isinstance(x, Mapping) else ()
+    if isinstance(x, Mapping) and (len(known) < len(inputs) or not (whole or len(known) == len(x))):
+        raise Invalid(f"the model has inputs called {', '.join(sorted(inputs))}, got {', '.join(map(str, x))}")
+    return known or False
 
 
 def adapter_of(model: Any) -> Adapter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,18 +18,31 @@ import numpy as np
 import tensorflow as tf
 
 from samestep.backends.base import Backend
+from samestep.backends.calling import spread
 from samestep.backends.layout import Numbers
-from samestep.backends.losses import Shape, check_examples, check_weights, convert, wants_labels_first
+from samestep.backends.losses import (
+    IGNORED,
+    Measure,
+    Shape,
+    check_examples,
+    check_weights,
+    class_axis,
+    convert,
+    not_floats,
+    wants_labels_first,
+)  # fmt: skip
 from samestep.backends.tensorflow import numerics
-from samestep.backends.tensorflow.adapters import adapter_of
+from samestep.backends.tensorflow.adapters import adapter_of, style
 from samestep.backends.tensorflow.content import content
 from samestep.backends.tensorflow.graph import own_threads
+from samestep.backends.tensorflow.losses import weighted
 from samestep.backends.tensorflow.program import Program
 from samestep.backends.tensorflow.replica import TensorflowReplica
 from samestep.backends.tensorflow.updater import TensorflowUpdater
 from samestep.backends.workers import cores
 from samestep.devices import Device, cpu, gpu
 from samestep.errors import BackendMissing, Invalid
+from samestep.trees import Tree, first, mapped
 
 if (other := keras.backend.backend()) != "tensorflow":
     raise BackendMissing(f"Keras computes with {other}: set KERAS_BACKEND=tensorflow before it is imported")
@@ -147,19 +161,21 @@ class TensorflowBackend(Backend):
 
     # Models
 
-    def probe(self, model: Any, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
-        adapter = adapter_of(model)
+    style = staticmethod(style)
+
+    def probe(self, model: Any, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
+        adapter, measure = adapter_of(model), Measure.of(measure)
         before = adapter.values()
         known = [variable.dtype.name for variable in adapter.trained.values()]
         if known:
             check_examples(name, x, check_weights(self.describe(model), known))
         try:
             with self.explained():
-                output, _ = adapter(tf.constant(x), False)  # makes the weights of a model that has none yet
-                if loss is not None:
-                    self.sum_of_losses(loss, output, tf.constant(y))
+                # This makes the weights of a model that has none yet.
+                output, _ = adapter(spread(mapped(tf.constant, x), measure.style), False)
+                shape = self.described(measure, output, mapped(tf.constant, y), y, "")
         except (TypeError, tf.errors.InvalidArgumentError) as error:
-            if x.dtype.kind != "f" and known and "float" in str(error):
+            if not_floats(x) and known and "float" in str(error):
                 raise convert(name, x, known[0]) from error
             raise
         finally:
@@ -168,18 +184,20 @@ class TensorflowBackend(Backend):
                     variable.assign(before[key])
         dtype = check_weights(self.describe(model), (v.dtype.name for v in adapter_of(model).trained.values()))
         check_examples(name, x, dtype)
-        return self.check_output(output, y, loss, dtype)
+        return replace(shape, dtype=dtype)
 
-    def replica(self, model: Any, loss: Any, device: Device, shards: int, capture: bool = True) -> TensorflowReplica:
+    def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> TensorflowReplica:
         self.require(device)
         # One program for all replicas of a run, and no longer: the model can be changed before the next one.
-        key = id(model), id(loss), shards
-        program = self._programs.get(key) or Program(self, model, loss, shards, self._threads)
+        key = id(model), shards
+        program = self._programs.get(key)
+        if not program or program.measure != Measure.of(measure):
+            program = Program(self, model, measure, shards, self._threads)
         if self._running:
             self._programs[key] = program
         return TensorflowReplica(self, program, device)
 
-    def updater(self, optimizer: Any, replica: TensorflowReplica, clip: float) -> TensorflowUpdater:
+    def updater(self, optimizer: Any, replica: TensorflowReplica, clip: Any) -> TensorflowUpdater:
         return TensorflowUpdater(optimizer, replica, clip)
 
     # Losses. While a function is traced, shapes are known only in part: the number of examples may be None.
@@ -187,14 +205,30 @@ class TensorflowBackend(Backend):
     def cross_entropy(self, output: Any, y: Any) -> Any:
         return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(y, output))
 
-    def call_loss(self, loss: Any, output: Any, y: Any) -> Any:
-        value = loss(y, output) if wants_labels_first(loss) else loss(output, y)
+    def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
+        axis, rank = class_axis(tuple(output.shape), tuple(y.shape)), len(output.shape)
+        scores = tf.transpose(output, [*(i for i in range(rank) if i != axis), axis])
+        counts = tf.cast(y != IGNORED, scores.dtype)
+        each = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.where(y != IGNORED, y, 0), scores)
+        return tf.reduce_sum(each * counts), tf.reduce_sum(counts)
+
+    def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
+        value = weighted(loss, output, y)
+        if value is None:
+            value = loss(y, output) if wants_labels_first(loss) else loss(output, y)
         if self.is_array(value) and value.shape.rank != 0 and value.shape[0] is None:
-            return tf.reshape(value, (tf.shape(y)[0], -1))  # one row per example
+            return tf.reshape(value, (tf.shape(first(y))[0], -1))  # one row per example
         return value
 
-    def count(self, y: Any, like: Any) -> Any:
-        return tf.cast(tf.shape(y)[0], like.dtype)
+    def count(self, y: Tree, like: Any) -> Any:
+        return tf.cast(tf.shape(first(y))[0], like.dtype)
+
+    def number(self, value: Any, like: Any) -> Any:
+        dtype = tf.float64 if like.dtype == tf.float64 else tf.float32
+        given = (
+            value if tf.is_tensor(value) else tf.constant(value, dtype)
+        )  # tf.cast would round Python's numbers first
+        return tf.reshape(tf.cast(tf.stop_gradient(given), dtype), ())
 
     def sum_of_means(self, value: Any) -> Any:
         return tf.reduce_sum(tf.reduce_mean(tf.reshape(value, (tf.shape(value)[0], -1)), 1))

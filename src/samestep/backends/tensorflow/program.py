@@ -11,16 +11,19 @@ import tensorflow as tf
 
 from samestep import draws
 from samestep.backends.base import Backend
+from samestep.backends.calling import spread
 from samestep.backends.layout import INSTEAD, Layout, Numbers, by_type
-from samestep.backends.losses import check_weights
+from samestep.backends.losses import SUM, WEIGHTED, Measure, check_weights
+from samestep.backends.pair import Given
 from samestep.backends.tensorflow.adapters import Tensor, Variables, adapter_of
 from samestep.backends.tensorflow.graph import Compiled, Piece, compiled
-from samestep.errors import WrongType
+from samestep.errors import Invalid, WrongType
+from samestep.trees import Tree, filled, first, leaves, length, mapped
 
 
 class Program:
-    def __init__(self, backend: Backend, model: Any, loss: Any, shards: int, threads: int) -> None:
-        self.backend, self.loss, self.shards, self.threads = backend, loss, shards, threads
+    def __init__(self, backend: Backend, model: Any, measure: Any, shards: int, threads: int) -> None:
+        self.backend, self.measure, self.shards, self.threads = backend, Measure.of(measure), shards, threads
         self.adapter = own = adapter_of(model)
         self.dtype = check_weights(backend.describe(model), (variable.dtype.name for variable in own.trained.values()))
         self.layouts = [*layouts_of(own.trained), *layouts_of(own.state)]
@@ -29,41 +32,45 @@ class Program:
         self._by_size: set[bool] = set()  # train: whether every number of examples needs a graph of its own
         self._making = threading.Lock()
         self.updates: dict[int, Compiled] = {}  # of Keras's optimizers, by id: all replicas share them
-        self.example: Numbers | None = None
+        self.example: Given | None = None
 
-    def __call__(
-        self, train: bool, vectors: Sequence[Numbers], x: Numbers, y: Numbers, key: int, shard: int
-    ) -> Numbers:
+    def __call__(self, train: bool, vectors: Sequence[Numbers], x: Tree, y: Tree, key: int, shard: int) -> Numbers:
         with self._making:
             function = self._function(train, x, y)
-        (result,) = function(*vectors, draws.halves(key), x, y, np.int32(shard))
+        (result,) = function(*vectors, draws.halves(key), *leaves((x, y)), np.int32(shard))
         return result
 
-    def _function(self, train: bool, x: Numbers, y: Numbers) -> Compiled:
-        self.example = x[:1]
-        kind: tuple[Any, ...] = (train, x.shape[1:], x.dtype, y.shape[1:], y.dtype)
+    def _function(self, train: bool, x: Tree, y: Tree) -> Compiled:
+        self.example = spread(mapped(lambda array: array[:1], x), self.measure.style)
+        kind: tuple[Any, ...] = (train, *((array.shape[1:], array.dtype) for array in leaves((x, y))))
         if kind not in self._functions and train not in self._by_size:
             try:
                 self._functions[kind] = self._compiled(train, x, y, None)
             except Exception:  # some models must know how many examples there are; other errors come up again
                 self._by_size.add(train)
         if train in self._by_size:
-            kind = *kind, len(y)
+            kind = *kind, length(y)
             if kind not in self._functions:
-                self._functions[kind] = self._compiled(train, x, y, len(y))
+                self._functions[kind] = self._compiled(train, x, y, length(y))
         return self._functions[kind]
 
-    def _compiled(self, train: bool, x: Numbers, y: Numbers, examples: int | None) -> Compiled:
+    def _compiled(self, train: bool, x: Tree, y: Tree, examples: int | None) -> Compiled:
         """One graph for any number of examples if `examples` is None. Kernels see the shard's own shape in either case."""
         vectors = [tf.TensorSpec((layout.size,), layout.dtype) for layout in self.layouts]
         pieces = [Piece(variable, i, lo, hi) for i, group in enumerate([self._trained, *self._state])
                   for variable, (lo, hi) in zip(group, self.layouts[i].spans, strict=True)]  # fmt: skip
         return compiled(self.traced(train, x, y, examples), vectors, pieces, self.threads)
 
-    def traced(self, train: bool, x: Numbers, y: Numbers, examples: int | None) -> Any:
-        specs = [tf.TensorSpec((examples, *array.shape[1:]), array.dtype) for array in (x, y)]
-        function = tf.function(self.gradient if train else self.evaluate, autograph=False)
-        return function.get_concrete_function(*specs, tf.TensorSpec((), tf.int32))
+    def traced(self, train: bool, x: Tree, y: Tree, examples: int | None) -> Any:
+        specs = [tf.TensorSpec((examples, *array.shape[1:]), array.dtype) for array in leaves((x, y))]
+        compute = self.gradient if train else self.evaluate
+
+        def function(*arrays: Tensor) -> Tensor:
+            *given, shard = arrays
+            here, labels = filled((x, y), given)
+            return compute(here, labels, shard)
+
+        return tf.function(function, autograph=False).get_concrete_function(*specs, tf.TensorSpec((), tf.int32))
 
     def release(self) -> None:
         """Let go of the graphs and their threads; they are made again when they are needed."""
@@ -72,33 +79,36 @@ class Program:
 
     # What is traced
 
-    def gradient(self, x: Tensor, y: Tensor, shard: Tensor) -> Tensor:
+    def gradient(self, x: Tree, y: Tree, shard: Tensor) -> Tensor:
         groups = zip(self._state, self.layouts[1:], strict=True)
         state = [(variable, layout.wide(self.dtype)) for group, layout in groups for variable in group]
         before = [tf.cast(variable.read_value(), wide) for variable, wide in state]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for variable in self._trained:
                 tape.watch(variable)
-            loss, right = self._numbers(x, y, True)
+            loss, right, *more = self._numbers(x, y, True)
         gradients = tape.gradient(loss, self._trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        count, mine = tf.cast(tf.shape(y)[0], self.dtype), tf.range(self.shards) == shard
+        count, mine = tf.cast(tf.shape(first(y))[0], self.dtype), tf.range(self.shards) == shard
         vector = [tf.reshape(tf.convert_to_tensor(gradient), (-1,)) for gradient in gradients]
         for (variable, wide), start in zip(state, before, strict=True):
             change = tf.cast(tf.cast(variable.read_value(), wide) - start, self.dtype) * count
             vector.append(tf.reshape(change, (-1,)))
         slots = [tf.where(mine, tf.cast(number, self.dtype), 0) for number in (loss, right)]
-        return tf.concat([*vector, *slots], 0)
+        return tf.concat([*vector, *slots, *(tf.reshape(tf.cast(number, self.dtype), (1,)) for number in more)], 0)
 
-    def evaluate(self, x: Tensor, y: Tensor, shard: Tensor) -> Tensor:
+    def evaluate(self, x: Tree, y: Tree, shard: Tensor) -> Tensor:
         return tf.stack([tf.cast(number, tf.float64) for number in self._numbers(x, y, False)])
 
-    def _numbers(self, x: Tensor, y: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-        """The loss and the hits of these examples, summed."""
-        output, own = self.adapter(x, train)
-        loss = self.backend.sum_of_losses(self.loss, output, y)
-        for each in own:
-            loss += tf.cast(each, loss.dtype) * self.backend.count(y, loss)
-        return loss, self.backend.hits(output, y)
+    def _numbers(self, x: Tree, y: Tree, train: bool) -> list[Tensor]:
+        """Loss, hits and what else is measured of these examples, summed."""
+        output, own = self.adapter(spread(x, self.measure.style), train)
+        loss, hits, *more = self.backend.measured(self.measure, output, y)
+        if own and self.measure.kind == SUM:
+            raise Invalid("a loss that is a sum, beside losses of layers themselves (regularizers): use a mean")
+        for each in own:  # over whatever the loss is over
+            over = more[0] if self.measure.kind == WEIGHTED else self.backend.count(y, loss)
+            loss += tf.cast(tf.cast(each, over.dtype) * over, loss.dtype)
+        return [loss, hits, *more]
 
 
 def layouts_of(variables: Variables) -> tuple[Layout, ...]:

@@ -14,11 +14,12 @@ from samestep.backends.tensorflow.adapters import adapter_of
 from samestep.backends.tensorflow.program import Program
 from samestep.devices import Device
 from samestep.fingerprint import Fingerprint, hashed
+from samestep.trees import Tree, length
 
 
 class TensorflowReplica(Replica):
     def __init__(self, backend: Backend, program: Program, device: Device) -> None:
-        super().__init__(backend, program.loss, device, program.shards)
+        super().__init__(backend, program.measure, device, program.shards)
         self.program, self.layouts = program, program.layouts
         start = program.adapter.values()
         self.names = {name: name for name in start}
@@ -29,18 +30,18 @@ class TensorflowReplica(Replica):
     def vectors(self) -> list[Numbers]:
         return self._vectors
 
-    def gradient(self, x: Numbers, y: Numbers, key: int, shard: int) -> Numbers:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Numbers:
         return self.program(True, self._vectors, x, y, key, shard)
 
-    def inside(self, x: Numbers, y: Numbers) -> tuple[list[str], list[str]]:
+    def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:
         def traced() -> str:  # without names, which TensorFlow numbers on and on, and in no order
-            graph = self.program.traced(True, x, y, len(y)).graph.as_graph_def()
+            graph = self.program.traced(True, x, y, length(y)).graph.as_graph_def()
             nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
             return "".join(sorted(node.op + str(node.attr["value"]) * (node.op == "Const") for node in nodes))
 
         return [], [hashed(text=traced()) for _ in range(2)]
 
-    def evaluate(self, x: Numbers, y: Numbers, key: int) -> Numbers:
+    def evaluate(self, x: Tree, y: Tree, key: int) -> Numbers:
         return self.program(False, self._vectors, x, y, key, 0)
 
     def assign(self, parameters: Numbers) -> None:

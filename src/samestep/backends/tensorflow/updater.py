@@ -12,7 +12,7 @@ from samestep import draws
 from samestep.backends.layout import Numbers, Tensors
 from samestep.backends.tensorflow.graph import Compiled, Piece, compiled
 from samestep.backends.tensorflow.replica import TensorflowReplica
-from samestep.backends.updaters import NativeUpdater
+from samestep.backends.updaters import Clip, NativeUpdater
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
@@ -24,7 +24,7 @@ class TensorflowUpdater(NativeUpdater):
     the rate is inside it: it is used as it is, and another schedule is an error.
     """
 
-    def __init__(self, given: Any, replica: TensorflowReplica, clip: float) -> None:
+    def __init__(self, given: Any, replica: TensorflowReplica, clip: Clip) -> None:
         super().__init__(replica, clip)
         self._variables = [keras.Variable(array, name=name.replace("/", "."))
                            for name, array in replica.named(replica.parameters).items()]  # fmt: skip

@@ -16,12 +16,23 @@ import torch.nn.functional as F
 from torch.nn.parameter import UninitializedParameter
 
 from samestep.backends.base import Backend
+from samestep.backends.calling import Style, spread, style_of
 from samestep.backends.layout import Numbers
-from samestep.backends.losses import Shape, check_examples, check_weights, convert
+from samestep.backends.losses import (
+    IGNORED,
+    Measure,
+    Shape,
+    check_examples,
+    check_weights,
+    class_axis,
+    convert,
+    not_floats,
+)  # fmt: skip
 from samestep.backends.replacing import replaced
 from samestep.backends.torch import kernels, numerics
 from samestep.backends.torch.content import content
 from samestep.backends.torch.flat import on_host
+from samestep.backends.torch.losses import rows, weighted
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.scheduler import read
 from samestep.backends.torch.updater import TorchUpdater
@@ -29,6 +40,7 @@ from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotDeterministic, WrongType
 from samestep.processes.place import Place
 from samestep.processes.world import World
+from samestep.trees import Tree, mapped
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -93,6 +105,9 @@ class TorchBackend(Backend):
     def concat(self, vectors: Sequence[Any]) -> Any:
         return torch.cat(list(vectors))
 
+    def choose(self, weight: Any, new: Any, old: Any) -> Any:
+        return torch.where(weight > 0, new, old)
+
     def zeros_like(self, vector: Any) -> Any:
         return torch.zeros_like(vector)
 
@@ -142,29 +157,32 @@ class TorchBackend(Backend):
 
     # Models
 
-    def probe(self, model: torch.nn.Module, loss: Any, x: Numbers, y: Numbers, name: str = "x") -> Shape:
+    def style(self, model: torch.nn.Module, x: Tree, whole: bool) -> Style:
+        return style_of(model.forward, x, whole)
+
+    def probe(self, model: torch.nn.Module, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
         weights = [p for p in model.parameters() if p.requires_grad]
         dtype = check_weights(self.describe(model), (str(p.dtype).removeprefix("torch.") for p in weights))
         check_examples(name, x, dtype)
         device, lazy = Device.of(str(weights[0].device)), any(isinstance(p, UninitializedParameter) for p in weights)
         try:
             with torch.no_grad(), self.explained(), torch.random.fork_rng([], enabled=not lazy):
-                lane = None if lazy else self.replica(model, loss, device, 1, capture=False).lane(training=False)
-                output = lane.module["model"](self.put(x, device)) if lane else None
+                given = mapped(partial(self.put, device=device), x)
+                lane = None if lazy else self.replica(model, measure, device, 1, capture=False).lane(training=False)
+                output = lane.forward(given) if lane else None
                 if lane is None or len(weights) < sum(p.requires_grad for p in lane.module["model"].parameters()):
                     with replaced([(module, "training", False) for module in model.modules()]):
-                        model(self.put(x, device))  # makes weights: not in the copy alone
-                    return self.probe(model, loss, x, y, name)
-                if loss is not None:
-                    self.sum_of_losses(lane.loss, output, self.put(y, device))
+                        args, named = spread(given, Measure.of(measure).style)
+                        model(*args, **named)  # makes weights: not in the copy alone
+                    return self.probe(model, measure, x, y, name)
+                return self.described(lane.measure, output, mapped(partial(self.put, device=device), y), y, dtype)
         except RuntimeError as error:
-            if x.dtype.kind != "f" and re.search("dtype|scalar type|Input type", str(error)):
+            if not_floats(x) and re.search("dtype|scalar type|Input type", str(error)):
                 raise convert(name, x, dtype) from error
             raise
-        return self.check_output(output, y, loss, dtype)
 
     def replica(
-        self, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool = True
+        self, model: torch.nn.Module, measure: Any, device: Device, shards: int, capture: bool = True
     ) -> TorchReplica:
         if self.portable and any(isinstance(layer, torch.nn.LSTM) for layer in model.modules()):
             torch._C._set_mkldnn_enabled(False)  # its LSTM differs between CPUs; `_settings` puts this back
@@ -173,9 +191,9 @@ class TorchBackend(Backend):
         if self.portable and any(hasattr(layer, "_orig_mod") for layer in model.modules()):
             raise Invalid("portable: torch.compile writes kernels for this CPU: leave it out")
         with self.explained():
-            return TorchReplica(self, model, loss, device, shards, capture)
+            return TorchReplica(self, model, measure, device, shards, capture)
 
-    def updater(self, optimizer: Any, replica: TorchReplica, clip: float) -> TorchUpdater:
+    def updater(self, optimizer: Any, replica: TorchReplica, clip: Any) -> TorchUpdater:
         return TorchUpdater(optimizer, replica, clip)
 
     def rates(self, scheduler: Any, n: int) -> list[float]:
@@ -191,6 +209,20 @@ class TorchBackend(Backend):
     def cross_entropy(self, output: Any, y: Any) -> Any:
         return F.cross_entropy(output, y, reduction="sum")
 
+    def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
+        scores = rows(output, class_axis(tuple(output.shape), tuple(y.shape)))
+        return F.cross_entropy(scores, y.flatten(), ignore_index=IGNORED, reduction="sum"), (y != IGNORED).sum()
+
+    def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
+        return weighted(loss, output, y) or loss(output, y)
+
+    def number(self, value: Any, like: Any) -> Any:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(like.device, dtype).reshape(())
+        # unlike a copy from the host, this can be recorded
+        return torch.full((), value, dtype=dtype, device=like.device)
+
     def count_hits(self, output: Any, y: Any) -> Any:
         return (output.detach().argmax(1) == y).sum()
 
@@ -203,8 +235,10 @@ class TorchBackend(Backend):
         text = str(error) if isinstance(error, (RuntimeError, ValueError)) else ""
         if re.search("does not have a deterministic implementation|[Dd]eterministic behavior was enabled", text):
             operation = text.split(" does not have")[0].split()[-1]
+            rows = "give it one row per position (scores.flatten(0, 1), y.flatten())"
+            instead = rows if "nll_loss2d" in operation else "use another operation"
             return NotDeterministic(
-                f"{operation} has no deterministic kernel in torch {torch.__version__}: use another operation, "
+                f"{operation} has no deterministic kernel in torch {torch.__version__}: {instead}, "
                 "or Trainer(deterministic=False), which gives up sameness"
             )
         if "Expected more than 1 value per channel when training" in text:

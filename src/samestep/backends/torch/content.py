@@ -26,6 +26,8 @@ def content(thing: Any, weights: bool) -> Any:
         return _told(thing, weights or not isinstance(thing, torch.nn.Parameter))
     if isinstance(thing, torch.Generator):
         return thing.get_state()
+    if isinstance(thing, torch.utils.hooks.RemovableHandle):
+        return "hook"  # its number counts those of a process
     if isinstance(thing, torch.device):
         return f"device {thing.type}"  # processes of one run have different ones
     if isinstance(thing, torch.optim.Optimizer):

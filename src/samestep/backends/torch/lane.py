@@ -7,22 +7,28 @@ one replica side by side without disturbing each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.backends.losses import Losses
+from samestep.backends.calling import spread
+from samestep.backends.losses import Losses, Measure
 from samestep.backends.torch.flat import Flat
 from samestep.errors import Invalid, Written
+from samestep.trees import Tree
 
 OPTIMIZER = "only the optimizer may do that, also in evaluation (nn.Embedding(max_norm=...) does it, too)"
 
 
 class Lane:
-    def __init__(self, module: torch.nn.ModuleDict, loss: Any, buffers: list[Flat], tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self, module: torch.nn.ModuleDict, measure: Measure, buffers: list[Flat], tensors: dict[str, Tensor]
+    ) -> None:
         """`module`: the model, and the loss if it is a module; `tensors`: its parameters and buffers by name."""
-        self.module, self.loss, self.buffers = module, dict(module.items()).get("loss", loss), buffers
+        self.module, self.buffers = module, buffers
+        self.measure = replace(measure, loss=module["loss"]) if "loss" in module else measure
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._training, self._modes = True, [m.training for m in module.modules()]
         self._homes = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
@@ -32,16 +38,19 @@ class Lane:
         fixed = [(name, t) for name, t in tensors.items() if t.data_ptr() not in self._state]
         self._fixed = [(name, t, t.data_ptr(), -1 if t.requires_grad else t._version) for name, t in fixed]
 
-    def run(self, x: Tensor, y: Tensor, start: Sequence[Flat], by: Losses) -> tuple[Tensor, Tensor]:
-        """The loss and the hits of some examples, with a state that starts from these vectors."""
+    def forward(self, x: Tree) -> Any:
+        given, named = spread(x, self.measure.style)
+        return self.module["model"](*given, **named)
+
+    def run(self, x: Tree, y: Tree, start: Sequence[Flat], by: Losses) -> list[Tensor]:
+        """The loss, the hits and what else is measured of some examples, with a state that starts from these vectors."""
         for own, first in zip(self.buffers, start, strict=True):
             own.vector.copy_(first.vector)
         version = self.parameters[0]._version  # of all: they are views of one vector
-        output = self.module["model"](x)
-        loss, hits = by.sum_of_losses(self.loss, output, y), by.hits(output, y)
+        numbers = by.measured(self.measure, self.forward(x), y)
         self._settle()
         self._check_fixed(self.parameters[0]._version != version)
-        return loss, hits
+        return numbers
 
     def _settle(self) -> None:
         """Put back the buffers that the forward pass has replaced (self.n = self.n + 1), with their new values."""

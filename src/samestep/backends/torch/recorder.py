@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Compute = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+from samestep.trees import Tree, leaves, mapped
+
+Compute = Callable[[Tree, Tree], tuple[Tensor, ...]]
 SHAPES = 8  # that are recorded for one replica; a graph keeps the memory of its shard
 WARM_UP = 3  # computations before recording: libraries set themselves up in the first ones
 
@@ -34,15 +36,15 @@ def keeps_state(model: torch.nn.Module) -> bool:
 class Recorded:
     """One computation on one shape of input."""
 
-    def __init__(self, compute: Compute, x: Tensor, y: Tensor, pool: Any) -> None:
-        self.x, self.y = x.clone(), y.clone()
+    def __init__(self, compute: Compute, x: Tree, y: Tree, pool: Any) -> None:
+        self.x, self.y = mapped(torch.clone, x), mapped(torch.clone, y)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.out = compute(self.x, self.y)
 
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        self.x.copy_(x)
-        self.y.copy_(y)
+    def __call__(self, x: Tree, y: Tree) -> tuple[Tensor, ...]:
+        for own, new in zip(leaves((self.x, self.y)), leaves((x, y)), strict=True):
+            own.copy_(new)
         self.graph.replay()
         return self.out  # overwritten by the next call
 
@@ -55,9 +57,9 @@ class Recorder:
         self._recorded: dict[Any, Recorded] = {}
         self._pool: Any = None
 
-    def find(self, compute: Compute, x: Tensor, y: Tensor, seed: Callable[[], None]) -> Recorded | None:
+    def find(self, compute: Compute, x: Tree, y: Tree, seed: Callable[[], None]) -> Recorded | None:
         """The recording for this shape, made and checked if it is a new one; `seed` sets the generator to the shard's key."""
-        shape = x.shape, x.dtype, x.stride(), y.shape, y.dtype
+        shape = tuple((one.shape, one.dtype, one.stride()) for one in leaves((x, y)))
         if self.wanted and shape not in self._recorded and len(self._recorded) < SHAPES:
             self._record(compute, x, y, shape)
             if shape in self._recorded:
@@ -75,7 +77,7 @@ class Recorder:
         if why:
             warnings.warn(f"a shard's computation is not recorded on the GPU, and so slower: {why}", stacklevel=2)
 
-    def _record(self, compute: Compute, x: Tensor, y: Tensor, shape: Any) -> None:
+    def _record(self, compute: Compute, x: Tree, y: Tree, shape: Any) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         drawn = torch.default_generator.get_state()

@@ -26,6 +26,7 @@ from samestep.backends.torch.noise import TorchNoise, seed_gpu
 from samestep.backends.torch.recorder import Recorder, keeps_state
 from samestep.devices import Device
 from samestep.shards import Span
+from samestep.trees import Tree, length
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
@@ -37,11 +38,11 @@ Pieces = tuple[Tensor, ...]
 
 class TorchReplica(Replica):
     def __init__(
-        self, backend: Backend, model: torch.nn.Module, loss: Any, device: Device, shards: int, capture: bool
+        self, backend: Backend, model: torch.nn.Module, measure: Any, device: Device, shards: int, capture: bool
     ) -> None:
-        super().__init__(backend, loss, device, shards)
+        super().__init__(backend, measure, device, shards)
         # A loss that is a module may have parameters, which are trained as the model's are.
-        losses = {"loss": loss} if isinstance(loss, torch.nn.Module) else {}
+        losses = {"loss": self.measure.loss} if isinstance(self.measure.loss, torch.nn.Module) else {}
         self._model = whole = torch.nn.ModuleDict({"model": model} | losses)
         self._native = torch.device(str(device))
         self.side_by_side = device.kind == "cpu" and not any(hasattr(m, "_orig_mod") for m in model.modules())
@@ -83,14 +84,14 @@ class TorchReplica(Replica):
 
     # One shard
 
-    def gradient(self, x: Tensor, y: Tensor, key: int, shard: int) -> Tensor:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Tensor:
         pieces, numbers = self._compute(self.lane(training=True), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
 
-    def inside(self, x: Tensor, y: Tensor) -> tuple[list[str], list[str]]:
+    def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:
         theirs = {id(p): repr(name.removeprefix("model.")) for name, p in self._model.named_parameters()}
         lane = self.lane(training=True)
-        loss, _ = lane.run(x, y, self.state, self.backend)
+        loss, *_ = lane.run(x, y, self.state, self.backend)
         used = [leaf for leaf in leaves(loss.grad_fn) if isinstance(leaf, torch.nn.Parameter)]
         ours = set(map(id, lane.parameters))
         return [theirs.get(id(p), f"of shape {tuple(p.shape)}") for p in used if id(p) not in ours], []
@@ -110,15 +111,16 @@ class TorchReplica(Replica):
         return [partial(compute, shard) for shard in shards]
 
     def _compute(
-        self, lane: Lane, x: Tensor, y: Tensor, key: int, shard: int, bands: Bands | None = None
+        self, lane: Lane, x: Tree, y: Tree, key: int, shard: int, bands: Bands | None = None
     ) -> tuple[Pieces, list[Tensor]]:
-        """The pieces of a shard's vector: gradients (unless `bands` gets them) and changes; then losses and hits."""
+        """The pieces of a shard's vector: gradients (unless `bands` gets them) and changes; then losses, hits and more."""
+        more = self.measure.more
 
-        def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(x: Tree, y: Tree) -> list[Tensor]:
             return lane.run(x, y, self.state, self.backend)
 
-        def backward(result: tuple[Tensor, Tensor]) -> Pieces:
-            loss, right = result
+        def backward(result: list[Tensor]) -> Pieces:
+            loss, *others = result
             with watched(lane.parameters, bands):
                 gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
             dtype = self._zeros.dtype
@@ -127,21 +129,24 @@ class TorchReplica(Replica):
                     bands.close()
                 vector = [] if bands else self._laid_out(gradients)
                 for own, start in zip(lane.buffers, self.state, strict=True):
-                    vector.append(own.change_from(start.vector).to(dtype) * len(y))
-                return (*vector, loss.detach().view(1), right.to(dtype).view(1))
+                    vector.append(own.change_from(start.vector).to(dtype) * length(y))
+                numbers = [loss.detach().view(1), *(number.to(dtype).view(1) for number in others)]
+                return (*vector, *numbers)
 
-        *pieces, loss, right = self._with_noise(x, y, key, forward, backward, record=bands is None)
+        given = self._with_noise(x, y, key, forward, backward, 2 + more, record=bands is None)
+        pieces, (loss, right, *others) = given[: -2 - more], given[-2 - more :]
         before, after = self._zeros[:shard], self._zeros[: self.shards - 1 - shard]
-        return tuple(pieces), [before, loss, after, before, right, after]
+        return pieces, [before, loss, after, before, right, after, *others]
 
     def _with_noise(
-        self, x: Tensor, y: Tensor, key: int, forward: Callable[..., Any], backward: Callable[..., Pieces], record: bool
-    ) -> Pieces:
+        self, x: Tree, y: Tree, key: int, forward: Callable[..., Any], backward: Callable[..., Pieces], numbers: int,
+        record: bool,
+    ) -> Pieces:  # fmt: skip
         """backward(forward(x, y)), with noise drawn from the key; on a GPU, recorded once and replayed."""
 
-        def all_of_it(x: Tensor, y: Tensor) -> Pieces:
-            *vector, loss, right = backward(forward(x, y))
-            return torch.cat(vector), loss, right
+        def all_of_it(x: Tree, y: Tree) -> Pieces:
+            pieces = backward(forward(x, y))
+            return torch.cat(pieces[:-numbers]), *pieces[-numbers:]
 
         if self._native.type != "cuda":
             return self._noise.compute(key, lambda: forward(x, y), backward)
@@ -157,7 +162,7 @@ class TorchReplica(Replica):
             vector += [layout.flatten(i, gradient), self._zeros[: gap.stop - gap.start]]
         return vector
 
-    def evaluate(self, x: Tensor, y: Tensor, key: int) -> Tensor:
+    def evaluate(self, x: Tree, y: Tree, key: int) -> Tensor:
         lane = self.lane(training=False)
 
         def forward() -> Tensor:
@@ -221,7 +226,7 @@ class TorchReplica(Replica):
             if not part.training:
                 part.train()
         named = [*module.named_parameters(), *module.named_buffers()]
-        return Lane(module, self.loss, buffers, {name.removeprefix("model."): tensor for name, tensor in named})
+        return Lane(module, self.measure, buffers, {name.removeprefix("model."): tensor for name, tensor in named})
 
     def _copy(self, tensors: dict[int, Tensor]) -> torch.nn.ModuleDict:
         """A copy of the user's modules with the given tensors instead of their own."""

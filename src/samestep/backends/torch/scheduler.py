@@ -1,4 +1,4 @@
-"""What a PyTorch scheduler sets at every update: the rate, and for some the momentum too."""
+"""What a PyTorch scheduler sets at every update: the rate, maybe one for each group, and for some the momentum too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.checks import show, whole
 from samestep.errors import Invalid, WrongType
 
-Moved = list[list[dict[str, Any]]]  # by update and group: the settings beside the rate that the scheduler moves
+Moved = list[list[dict[str, Any]]]  # by update and group: what it moves beside the rate, or rates that differ
 
 
 def read(scheduler: LRScheduler, n: int) -> list[float]:
@@ -24,6 +24,10 @@ def read(scheduler: LRScheduler, n: int) -> list[float]:
     [0.5, 0.5, 0.25, 0.25]
     """
     rates, moved = read_all(scheduler, n)
+    for t, groups in enumerate(moved):
+        if len(now := {group.get("lr", rates[t]) for group in groups}) > 1:
+            what = f"read: all parameter groups must have one rate, got {sorted(now)} at update {t}"
+            raise Invalid(f"{what}: samestep's optimizers have groups of their own, Trainer(groups=...)")
     if moved:
         raise Invalid(
             f"{type(scheduler).__name__} moves {', '.join(sorted(moved[0][0]))} as well as the rate, which only an optimizer "
@@ -33,7 +37,7 @@ def read(scheduler: LRScheduler, n: int) -> list[float]:
 
 
 def read_all(scheduler: LRScheduler, n: int) -> tuple[list[float], Moved]:
-    """The rates of the next n updates, and what else the scheduler moves."""
+    """The rates of the next n updates, those of the first group, and what else the scheduler moves."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise Invalid("read: ReduceLROnPlateau follows a metric, not the number of updates: use samestep.Plateau")
     if not isinstance(scheduler, LRScheduler):
@@ -51,11 +55,10 @@ def read_all(scheduler: LRScheduler, n: int) -> tuple[list[float], Moved]:
                     twin.step()
             except ValueError as error:
                 raise Invalid(f"{type(scheduler).__name__} ends before {n} updates: {error}") from error
-            settings.append([{**group, "params": None} for group in twin.optimizer.param_groups])
-            now = {float(group["lr"]) for group in settings[-1]}
-            if len(now) > 1:
-                raise Invalid(f"read: all parameter groups must have one rate, got {sorted(now)} at update {t}")
-            rates.append(now.pop())
+            groups = twin.optimizer.param_groups
+            settings.append([{**group, "params": None, "lr": float(group["lr"])} for group in groups])
+            rates.append(settings[-1][0]["lr"])
     changes = (zip(groups, settings[0], strict=True) for groups in settings)
     names = {name for pairs in changes for now, first in pairs for name in now if now[name] != first.get(name)} - {"lr"}
+    names |= {"lr" for now in settings for group in now if group["lr"] != now[0]["lr"]}
     return rates, [[{k: group[k] for k in names & group.keys()} for group in now] for now in settings if names]

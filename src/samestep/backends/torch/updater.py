@@ -11,6 +11,7 @@ import torch
 from samestep.backends.keeping import KeepingUpdater
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.scheduler import Moved, read_all
+from samestep.backends.updaters import Clip, in_ratio, rounded
 from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 
@@ -20,7 +21,7 @@ Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 class TorchUpdater(KeepingUpdater):
     """One replica's optimizer. Every replica has one of its own, and all make the same update."""
 
-    def __init__(self, given: Factory | torch.optim.Optimizer, replica: TorchReplica, clip: float) -> None:
+    def __init__(self, given: Factory | torch.optim.Optimizer, replica: TorchReplica, clip: Clip) -> None:
         super().__init__(replica, clip)
         ours, frozen = replica.leaves(), replica.frozen()
         if isinstance(given, torch.optim.Optimizer):
@@ -38,13 +39,9 @@ class TorchUpdater(KeepingUpdater):
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise WrongType("LBFGS computes the loss several times in an update, which a fit does not: use another")
-        rates = {float(group["lr"]) for group in self.optimizer.param_groups}
-        if len(rates) > 1:
-            raise Invalid(
-                f"the optimizer has groups with different rates ({', '.join(map(str, sorted(rates)))}), "
-                "and the Trainer sets one rate for all: give every group the same"
-            )
-        self._rate = rates.pop()
+        self._rates = first, *others = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if not first and any(others):
+            raise Invalid("the optimizer's first group has rate 0, and the schedule sets that: put another group first")
         self._leaves = list(ours.values())
         named = dict(zip(replica.layouts[0].names, self._leaves, strict=True))
         named |= {f"frozen.{i}": p for i, p in enumerate(frozen.values())}
@@ -57,8 +54,8 @@ class TorchUpdater(KeepingUpdater):
         return f"torch.optim.{type(self.optimizer).__name__}({groups}{self._past})"
 
     def rate(self) -> float:
-        """The rate that the optimizer came with."""
-        return self._rate
+        """The rate that the optimizer came with: of its first group. The others keep their ratio to it."""
+        return self._rates[0]
 
     def read(self, scheduler: Any, n: int) -> tuple[list[float], Moved]:
         rates, moved = read_all(scheduler, n)
@@ -74,8 +71,10 @@ class TorchUpdater(KeepingUpdater):
     def apply(self, gradient: torch.Tensor, lr: float, t: int) -> None:
         for parameter, view in zip(self._leaves, self.replica.layouts[0].cut(gradient), strict=True):
             parameter.grad = view
-        for i, group in enumerate(self.optimizer.param_groups):
-            group.update(self.moved[t][i] if self.moved else {}, lr=lr)
+        moved, dtype = self.moved[t] if self.moved else [{}] * len(self._rates), self.replica.layouts[0].dtype
+        for group, own, others in zip(self.optimizer.param_groups, self._rates, moved, strict=True):
+            rate = others.get("lr", in_ratio(lr, self._rates[0], own, dtype))
+            group.update(others, lr=rounded(rate, dtype))
         self.optimizer.step()
 
 

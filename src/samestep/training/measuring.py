@@ -1,0 +1,98 @@
+"""What a fit measures, found before it begins: how the model takes its examples, what kind of loss it has, the metrics.
+
+A loss must be one of the batch, whichever way that is cut into shards. One that a user has written is tried: on the first
+batch as a whole, and shard by shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from samestep import draws
+from samestep.backends.losses import MEAN, SUM, WEIGHTED, Measure, Shape
+from samestep.data.feed import Feed, Pass
+from samestep.errors import Invalid, OutOfMemory, WrongType
+from samestep.shards import Span, cut, tree_sum
+from samestep.signals import heard
+
+if TYPE_CHECKING:
+    from samestep.backends.base import Backend
+    from samestep.data.examples import Arrays, Source
+    from samestep.devices import Device
+    from samestep.training.trainer import Trainer
+
+ROUNDING = {"float32": 1e-3, "float64": 1e-9}  # by how much two ways to add may differ; a model may compute in 16 bits
+
+
+def check_metrics(metrics: Any) -> tuple[tuple[str, Any], ...]:
+    """The functions of (output, y) by name, from what a user gave."""
+    if not isinstance(metrics, Mapping):
+        raise WrongType(f"metrics must be a dictionary of functions by name, got {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise WrongType(f"metrics: a name must be a Python name, such as 'top5', got {name!r}")
+        if not callable(metric) or name in ("loss", "accuracy"):
+            what = "is there already" if callable(metric) else f"must be a function, got {type(metric).__name__}"
+            raise WrongType(f"metrics: {name!r} {what}; pass functions of (output, y) that return (sum, weight)")
+    return tuple(metrics.items())
+
+
+def measured(settings: Trainer, backend: Backend, model: Any, examples: Arrays | Source) -> tuple[Shape, Measure]:
+    """What the model does with the first example, and what is measured."""
+    x, y = examples.read(np.arange(1), settings.seed, 0)
+    measure = Measure(settings.loss, MEAN, check_metrics(settings.metrics), backend.style(model, x, y is x))
+    with heard(False):  # but not while the model itself computes
+        shape = backend.probe(model, measure, x, y, f"{examples.name} x")
+    return shape, replace(measure, kind=shape.kind)
+
+
+def checked(
+    settings: Trainer, backend: Backend, model: Any, shape: Shape, measure: Measure, feed: Feed, device: Device
+) -> Measure:
+    """What is measured, if the loss of the first batch is the same by its shards as for the whole. A sum shows here, too."""
+    n, tree, key = min(settings.batch_size, len(feed.examples)), tree_sum, draws.evaluation_keys(settings.seed, 2)
+    if not shape.foreign or n < 2:
+        return measure
+    spans = [(0, n), *(span for span in cut(n, max(2, settings.shards)) if span[0] < span[1])]
+    pass_ = feed.start(draws.order(settings.seed, 0, len(feed.examples), settings.sampling), spans)
+    replica = backend.replica(model, measure, device, settings.shards, capture=False)
+
+    def evaluate(pass_: Pass, span: Span, key: int) -> Any:
+        return backend.get(replica.evaluate(*pass_.shard(span, device), key)).astype(np.float64)
+
+    pass_.prepare(spans)
+    try:  # one after the other: what hides something in a global is for the rehearsal to find
+        ((whole, *rows),) = backend.map([lambda: [evaluate(pass_, span, key[0]) for span in spans]])
+        (again,) = backend.map([partial(evaluate, pass_.again(spans[1]), spans[1], key[1])])
+    except OutOfMemory:
+        return measure  # the whole is larger than what is to be computed
+    if not np.array_equal(again, rows[0], equal_nan=True):
+        return measure  # it draws random numbers in evaluation, too: no two of these are alike
+    sizes = [hi - lo for lo, hi in spans]
+    over = [row[2] for row in (whole, *rows)] if measure.kind == WEIGHTED else sizes
+    losses = [row[0] for row in rows]
+
+    def alike(by_shards: float, of_whole: float) -> bool:
+        least = max(abs(loss / size) for loss, size in zip(losses, sizes[1:], strict=True))  # if they cancel out
+        return bool(abs(by_shards - of_whole) <= ROUNDING[shape.dtype] * max(abs(of_whole), least))
+
+    finite = np.isfinite(whole[0])  # if not, the first step tells; if only shards are not, they have nothing to average
+    if not finite or not over[0] or measure.kind == SUM or alike(tree(losses) / tree(over[1:]), whole[0] / over[0]):
+        return measure
+    values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
+    if measure.kind == MEAN and alike(tree(values), whole[0] / n):
+        return replace(measure, kind=SUM)
+    again = pass_.again(spans[1]).shard(spans[1], device)
+    ((_, traces),) = backend.map([partial(replica.inside, *again)])
+    if len(set(traces)) > 1:
+        return measure  # it is another program each time it is traced: the rehearsal tells
+    raise Invalid(
+        f"the loss of the first batch is {whole[0] / over[0]:.6g}, and by its shards {tree(losses) / tree(over[1:]):.6g}: it "
+        "couples examples, or is a mean over something else. Return (sum, weight) from it, which are added up over the shards "
+        "and then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
+    )

@@ -1,0 +1,179 @@
+"""measuring: what kind of loss it is, and whether it is one of the batch, whichever way that is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samestep as ss
+from samestep.backends.losses import MEAN, SUM, WEIGHTED, Measure
+from samestep.backends.torch.backend import backend
+from samestep.data.examples import Data
+from samestep.data.feed import Feed
+from samestep.devices import cpu
+from samestep.errors import Invalid, OutOfMemory, WrongType
+from samestep.models.torch import mlp
+from samestep.training import measuring
+
+N = 12
+X = np.random.default_rng(0).standard_normal((N, 4))
+Y = np.arange(N) % 3
+
+
+def checked(loss: Any, shards: int = 3, n: int = N, model: Any = None, **settings: Any) -> Measure:
+    """What becomes of a loss before a fit begins; N examples are one batch."""
+    model, data = model or mlp((4, 3), seed=1).double(), Data((X[:n], Y[:n]))
+    trainer = ss.Trainer(**{"shards": shards, "batch_size": N, "loss": loss, "devices": "cpu"} | settings)
+    with backend.session([cpu()], deterministic=True, threads=1):
+        shape, measure = measuring.measured(trainer, backend, model, data.train)
+        feed = Feed(backend, data.train, [cpu()], None)
+        try:
+            return measuring.checked(trainer, backend, model, shape, measure, feed, cpu())
+        finally:
+            feed.close()
+
+
+def mean(output: Any, y: Any) -> Any:
+    return F.cross_entropy(output, y)
+
+
+def total(output: Any, y: Any) -> Any:
+    return F.cross_entropy(output, y, reduction="sum")
+
+
+def pair(output: Any, y: Any) -> Any:
+    counts = 1.0 * (y > 0)
+    return (F.cross_entropy(output, y, reduction="none") * counts).sum(), counts.sum()
+
+
+def means(output: Any, y: Any) -> Any:
+    top, bottom = pair(output, y)
+    return top / bottom.clamp(min=1)
+
+
+def contrastive(output: Any, y: Any) -> Any:
+    return F.cross_entropy(output @ output.T, torch.arange(len(y)))
+
+
+def paired(output: Any, y: Any) -> Any:
+    """Coupled, though it gives a weight."""
+    return contrastive(output, y) * len(y), len(y)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5, N])
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (mean, MEAN),
+        (total, SUM),
+        (pair, WEIGHTED),
+        (lambda output, y: F.mse_loss(output[:, 0], y * 1.0, reduction="none"), MEAN),
+    ],
+)
+def test_a_loss_of_the_batch_is_taken_for_what_it_is(loss: Any, kind: str, shards: int) -> None:
+    assert checked(loss, shards).kind == kind
+
+
+@pytest.mark.parametrize("shards", [1, 3, 5])  # also one: the loss of another number of shards would be another
+@pytest.mark.parametrize("loss", [contrastive, means, paired, lambda output, y: total(output, y) * len(y)])
+def test_a_loss_that_couples_examples_is_refused(loss: Any, shards: int) -> None:
+    with pytest.raises(Invalid) as error:
+        checked(loss, shards)
+    assert str(error.value).startswith("the loss of the first batch is ")
+    assert str(error.value).endswith("or say with loss=samestep.per_shard(f) that the shard is meant")
+    assert checked(ss.per_shard(loss), shards).kind == (WEIGHTED if loss is paired else MEAN)
+
+
+def test_both_losses_are_told() -> None:
+    with pytest.raises(Invalid) as error:
+        checked(lambda output, y: output.sum() * 0 + len(y) ** 2, 3)  # 12 examples as 4 + 4 + 4
+    assert "of the first batch is 144, and by its shards 16: it couples examples" in str(error.value)
+
+
+def test_losses_that_cancel_out_are_still_the_same() -> None:
+    """The whole is zero but for rounding, and its parts are not."""
+    model = mlp((4, 3), seed=1).double()
+    middle = model(torch.from_numpy(X)).sum(1).mean().detach()
+    assert checked(lambda output, y: (output.sum(1) - middle).mean(), 5, model=model).kind == MEAN
+
+
+def test_what_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(output: Any, y: Any) -> Any:
+        return contrastive(output, y) * torch.rand((), dtype=output.dtype)
+
+    assert checked(noisy).kind == MEAN  # no two of its values are alike
+    assert checked(contrastive, n=1).kind == MEAN  # one example couples nothing
+    assert checked(lambda output, y: output.sum() * torch.nan).kind == MEAN  # the first step tells
+    assert checked(lambda output, y: (output.sum(), 0)).kind == WEIGHTED  # the first batch counts nothing
+    monkeypatch.setattr(backend, "replica", None)
+    assert measuring.checked(ss.Trainer(), backend, None, measuring.Shape(3, "float32"), Measure(), Feed(  # a framework's own
+        backend, Data((X, Y)).train, [cpu()], None), cpu()) == Measure()  # fmt: skip
+
+
+def test_no_memory_for_the_whole_batch_is_no_failure() -> None:
+    def loss(output: Any, y: Any) -> Any:
+        if len(y) == N:
+            raise OutOfMemory("the device ran out of memory")
+        return contrastive(output, y)
+
+    assert checked(loss).kind == MEAN
+    with pytest.raises(Invalid):
+        checked(contrastive)
+
+
+class Own(nn.Module):
+    """A model with a loss of its own, which is a mean or a sum."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.layer, self.reduction = mlp((4, 3), seed=1).double(), reduction
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        scores = self.layer(x)
+        return {"logits": scores, "loss": F.cross_entropy(scores, labels, reduction=self.reduction)}
+
+
+def test_the_sum_that_a_model_computes_itself_is_a_sum() -> None:
+    """Its step is B times as long, not B times B / S."""
+    weights = {}
+    for reduction, rate in (("mean", 0.5), ("sum", 0.5 / N)):
+        trainer = ss.Trainer(1, N, shards=3, devices="cpu", schedule=rate, progress=False)
+        run = trainer.fit(Own(reduction), {"x": X, "labels": Y})
+        weights[reduction] = np.concatenate([weight.ravel() for weight in run.weights().values()])
+        assert run.recipe.get("loss_over", "mean") == reduction
+        own = F.cross_entropy(Own("mean").layer(torch.from_numpy(X)), torch.from_numpy(Y), reduction=reduction)
+        assert abs(run.history[0]["train_loss"] - own.item()) < 1e-12
+    assert np.abs(weights["mean"] - weights["sum"]).max() < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ([max], "metrics must be a dictionary of functions by name, got list"),
+        ({"top 5": max}, "metrics: a name must be a Python name, such as 'top5', got 'top 5'"),
+        ({3: max}, "metrics: a name must be a Python name, such as 'top5', got 3"),
+        ({"loss": max}, "metrics: 'loss' is there already; pass functions of (output, y) that return (sum, weight)"),
+        (
+            {"accuracy": max},
+            "metrics: 'accuracy' is there already; pass functions of (output, y) that return (sum, weight)",
+        ),
+        (
+            {"top": 3},
+            "metrics: 'top' must be a function, got int; pass functions of (output, y) that return (sum, weight)",
+        ),
+    ],
+)
+def test_metrics_that_are_none(metrics: Any, message: str) -> None:
+    with pytest.raises(WrongType) as error:
+        measuring.check_metrics(metrics)
+    assert str(error.value) == message
+
+
+def test_metrics_by_name() -> None:
+    assert measuring.check_metrics({"b": max, "a": min}) == (("b", max), ("a", min))
+    assert measuring.check_metrics({}) == ()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from samestep.backends.noise import ALONE, APART, FREE, Access, Noise
-from samestep.errors import Invalid
 
 
 class Told(Noise):
@@ -67,23 +66,42 @@ def test_the_way_is_the_one_that_the_first_shard_showed(first: int, gives: bool,
     assert noise.generator.taken is False
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("after", "ways"), [(APART, ["apart 2"]), (ALONE, ["alone 2 taken"])])
-def test_a_model_that_draws_later_is_computed_again_in_the_next_way(after: int, ways: list[str]) -> None:
-    noise = Told()
+def test_a_model_that_draws_later_is_computed_again_in_the_next_way(
+    after: int, ways: list[str], backward: bool
+) -> None:
+    noise, passes = Told(), [lambda *gave: None, lambda *gave: noise.draw()]
     noise.after_free = after
     compute(noise, 1)
-    assert noise.compute(2, noise.draw, lambda gave: "gave") == "gave"
+    noise.compute(2, passes[not backward], passes[backward])
     assert (noise.ways[1:], noise.way) == (ways, after)
     assert Noise.after_free == ALONE
 
 
-def test_draws_that_begin_in_a_later_backward_pass_are_refused() -> None:
-    noise = Told()
+def test_a_shard_beside_one_that_draws_is_computed_again() -> None:
+    """Its own backward pass draws nothing, but it cannot know who drew."""
+    noise, inside, drawn = Told(), threading.Event(), threading.Event()
     compute(noise, 1)
-    with pytest.raises(
-        Invalid, match="^the backward pass drew random numbers, which it had not done in the first step"
-    ):
-        noise.compute(2, lambda: None, lambda gave: noise.draw())
+    passes = []
+
+    def backward(gave: int) -> int:
+        passes.append(gave)
+        if len(passes) == 1:
+            inside.set()
+            assert drawn.wait(60)
+        return 10 * gave
+
+    def draws() -> None:
+        assert inside.wait(60)
+        noise.draw()
+        drawn.set()
+
+    other = threading.Thread(target=draws)
+    other.start()
+    assert noise.compute(2, lambda: 2, backward) == 20
+    other.join()
+    assert (passes, noise.ways[1:]) == ([2, 2], ["alone 2 taken"])
 
 
 class Task:

@@ -25,7 +25,7 @@ def kept(folder):
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_resumed_and_read_from_elsewhere(optimizer, tmp_path, monkeypatch):
     unbroken = fit(suite.NORMED, optimizer, run_dir=tmp_path / "unbroken", checkpoint_every=1, keep_checkpoints=100)
-    for step, path in (kept(tmp_path)[0], kept(tmp_path)[-1]):
+    for step, path in sorted({kept(tmp_path)[0], kept(tmp_path)[-1]}):  # a slow disk may have kept one only
         resumed = fit(suite.NORMED, optimizer, run_dir=tmp_path / path.stem, resume=path)
         assert resumed.resumed == step
         suite.same(unbroken, resumed)

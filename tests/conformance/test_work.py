@@ -33,11 +33,11 @@ def full(x, labels, weights, divisor=None):
     return loss.sum() / over, np.einsum("nlf,nlc->fc", x, (chances - one) * weights[..., None]) / over
 
 
-def fit(model, data, shards, devices, **settings):
+def fit(model, data, shards, devices, start=START, **settings):
     settings = {"batch_size": N, "schedule": 1.0} | settings
     trainer = ss.Trainer(1, shards=shards, devices=[KIND] * devices, progress=False, **settings)
     with computing_in("float64"):
-        return trainer.fit(model(START), data)
+        return trainer.fit(model(start), data)
 
 
 def check(model, data, expected, places=PLACES, **settings):
@@ -102,8 +102,14 @@ def test_a_mean_over_something_else_is_refused():
     def tokens(output, y):
         return work.total(work.each(output, y) * work.real(y >= 0)) / work.total(work.real(y >= 0))
 
-    with pytest.raises(ss.SamestepError, match=r"couples examples.*\(sum, weight\).*per_shard"):
+    with pytest.raises(
+        ss.SamestepError, match=r"^the loss of the first .* couples examples.*\(sum, weight\).*per_shard"
+    ):
         fit(work.Line, (X[0], SOME), 3, 1, loss=tokens)
+    # With weights of zero all tokens cost the same, and only the gradient tells.
+    some = np.where(np.arange(LENGTH) <= np.arange(N)[:, None] % 4, LABELS, -100)
+    with pytest.raises(ss.SamestepError, match="^the gradient of the first batch and that by its shards differ by "):
+        fit(work.Line, (X[0], some), 5, 1, start=0 * START, loss=tokens)
     assert np.isfinite(fit(work.Line, (X[0][:6], SOME[:6]), 2, 1, loss=ss.per_shard(tokens)).history[0]["train_loss"])
 
 

@@ -41,7 +41,11 @@ def group(**settings: Any) -> ss.Group:
             WrongType,
             "metric 'm' must return .sum, weight",
         ),
-        (lambda: group(loss=lambda o, y: (o.T @ o).logsumexp(0).mean()).step(X, Y), Invalid, "it couples examples"),
+        (
+            lambda: group(loss=lambda o, y: (o.T @ o).logsumexp(0).mean()).step(X, Y),
+            Invalid,
+            "the loss couples examples",
+        ),
     ],
 )
 def test_bad_input(ask: Callable[[], Any], error: type[SamestepError], said: str) -> None:

@@ -25,7 +25,7 @@ X = np.random.default_rng(0).standard_normal((N, 4))
 Y = np.arange(N) % 3
 
 
-def checked(loss: Any, shards: int = 3, n: int = N, model: Any = None, **settings: Any) -> Measure:
+def checked(loss: Any, shards: int = 3, n: int = N, model: Any = None, trains: bool = True, **settings: Any) -> Measure:
     """What becomes of a loss before a fit begins; N examples are one batch."""
     model, data = model or mlp((4, 3), seed=1).double(), Data((X[:n], Y[:n]))
     trainer = ss.Trainer(**{"shards": shards, "batch_size": N, "loss": loss, "devices": "cpu"} | settings)
@@ -33,7 +33,7 @@ def checked(loss: Any, shards: int = 3, n: int = N, model: Any = None, **setting
         shape, measure = measuring.measured(trainer, backend, model, data.train)
         feed = Feed(backend, data.train, [cpu()], None)
         try:
-            return measuring.checked(trainer, backend, model, shape, measure, feed, cpu())
+            return measuring.checked(trainer, backend, model, shape, measure, feed, cpu(), trains)
         finally:
             feed.close()
 
@@ -92,7 +92,32 @@ def test_a_loss_that_couples_examples_is_refused(loss: Any, shards: int) -> None
 def test_both_losses_are_told() -> None:
     with pytest.raises(Invalid) as error:
         checked(lambda output, y: output.sum() * 0 + len(y) ** 2, 3)  # 12 examples as 4 + 4 + 4
-    assert "of the first batch is 144, and by its shards 16: it couples examples" in str(error.value)
+    assert "of the first batch is 144, and by its shards 16: the loss couples examples" in str(error.value)
+
+
+def mean_of_tokens(output: Any, y: Any) -> Any:
+    """As many tokens as the label says, all alike: for weights of zero, each costs log(3)."""
+    return (F.cross_entropy(output, y, reduction="none") * (1 + y)).sum() / (1 + y).sum()
+
+
+def test_a_gradient_that_depends_on_the_shards_is_refused_though_the_loss_does_not() -> None:
+    def blank() -> Any:
+        model = mlp((4, 3), seed=1).double()
+        for p in model.parameters():
+            p.data.zero_()
+        return model
+
+    with pytest.raises(Invalid) as error:
+        checked(mean_of_tokens, 5, model=blank())
+    assert str(error.value).startswith(
+        "the gradient of the first batch and that by its shards differ by 19.3%: the loss "
+    )
+    assert checked(mean_of_tokens, 5, trains=False, model=blank()).kind == MEAN  # an evaluation is right
+    assert checked(mean_of_tokens, 4, model=blank()).kind == MEAN  # each shard has the labels 0, 1, 2
+    pairs = lambda output, y: (mean_of_tokens(output, y) * (1 + y).sum(), (1 + y).sum())  # noqa: E731
+    assert checked(pairs, 5, model=blank()).kind == WEIGHTED
+    frozen = lambda output, y: output.sum() * 0 + 1  # noqa: E731
+    assert checked(frozen, 5, model=blank()).kind == MEAN  # no gradient at all is the same one
 
 
 def test_losses_that_cancel_out_are_still_the_same() -> None:

@@ -79,8 +79,8 @@ class Replica(ABC):
         return [(0, self.size)]
 
     @abstractmethod
-    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
-        """The vector described above for one shard, with noise drawn from the key."""
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Vector:
+        """The vector described above for one shard, with noise drawn from the key, in training mode or in evaluation mode."""
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         """The tasks that compute these shards of a batch. They do not depend on each other."""

@@ -1,12 +1,13 @@
 """What a fit measures, found before it begins: how the model takes its examples, what kind of loss it has, the metrics.
 
 A loss must be one of the batch, whichever way that is cut into shards. One that a user has written is tried: on the first
-batch as a whole, and shard by shard.
+batch as a whole, and shard by shard. Its gradient is tried, too: at the start of a training all tokens may cost the same, and
+then a mean over tokens has the value, but not the gradient, of a mean over shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ from samestep.shards import Span, cut, tree_sum
 from samestep.signals import heard
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Backend
+    from samestep.backends.base import Backend, Replica
     from samestep.data.examples import Arrays, Source
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
 
-ROUNDING = {"float32": 1e-3, "float64": 1e-9}  # by how much two ways to add may differ; a model may compute in 16 bits
+# By how much two ways to add may differ, of losses and of gradients; a model of float32 may compute in 16 bits.
+ROUNDING = {"float32": (1e-3, 1e-2), "float64": (1e-9, 1e-7)}
 
 
 def check_metrics(metrics: Any) -> tuple[tuple[str, Any], ...]:
@@ -52,9 +54,13 @@ def measured(settings: Trainer, backend: Backend, model: Any, examples: Arrays |
 
 
 def checked(
-    settings: Trainer, backend: Backend, model: Any, shape: Shape, measure: Measure, feed: Feed, device: Device
-) -> Measure:
-    """What is measured, if the loss of the first batch is the same by its shards as for the whole. A sum shows here, too."""
+    settings: Trainer, backend: Backend, model: Any, shape: Shape, measure: Measure, feed: Feed, device: Device,
+    trains: bool = True,
+) -> Measure:  # fmt: skip
+    """What is measured, if the loss of the first batch is the same by its shards as for the whole. A sum shows here, too.
+
+    trains: whether there will be steps, so that the gradient counts, too.
+    """
     n, tree, key = min(settings.batch_size, len(feed.examples)), tree_sum, draws.evaluation_keys(settings.seed, 2)
     if not shape.foreign or n < 2:
         return measure
@@ -75,24 +81,50 @@ def checked(
         return measure  # it draws random numbers in evaluation, too: no two of these are alike
     sizes = [hi - lo for lo, hi in spans]
     over = [row[2] for row in (whole, *rows)] if measure.kind == WEIGHTED else sizes
-    losses = [row[0] for row in rows]
+    losses, (rounding, slack) = [row[0] for row in rows], ROUNDING[shape.dtype]
 
     def alike(by_shards: float, of_whole: float) -> bool:
         least = max(abs(loss / size) for loss, size in zip(losses, sizes[1:], strict=True))  # if they cancel out
-        return bool(abs(by_shards - of_whole) <= ROUNDING[shape.dtype] * max(abs(of_whole), least))
+        return bool(abs(by_shards - of_whole) <= rounding * max(abs(of_whole), least))
 
     finite = np.isfinite(whole[0])  # if not, the first step tells; if only shards are not, they have nothing to average
-    if not finite or not over[0] or measure.kind == SUM or alike(tree(losses) / tree(over[1:]), whole[0] / over[0]):
+    if not finite or not over[0] or measure.kind == SUM:
         return measure
-    values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
-    if measure.kind == MEAN and alike(tree(values), whole[0] / n):
-        return replace(measure, kind=SUM)
+    by_shards = tree(losses) / tree(over[1:])
+    if alike(by_shards, whole[0] / over[0]):
+        passes = [pass_.again(span) for span in spans] if trains else []
+        try:
+            (apart,) = backend.map([partial(_apart, replica, passes, over, key[0])])
+        except OutOfMemory:
+            return measure
+        if not apart > slack:
+            return measure
+        told = f"the gradient of the first batch and that by its shards differ by {apart:.1%}"
+    else:
+        values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
+        if measure.kind == MEAN and alike(tree(values), whole[0] / n):
+            return replace(measure, kind=SUM)
+        told = f"the loss of the first batch is {whole[0] / over[0]:.6g}, and by its shards {by_shards:.6g}"
     again = pass_.again(spans[1]).shard(spans[1], device)
     ((_, traces),) = backend.map([partial(replica.inside, *again)])
     if len(set(traces)) > 1:
         return measure  # it is another program each time it is traced: the rehearsal tells
     raise Invalid(
-        f"the loss of the first batch is {whole[0] / over[0]:.6g}, and by its shards {tree(losses) / tree(over[1:]):.6g}: it "
-        "couples examples, or is a mean over something else. Return (sum, weight) from it, which are added up over the shards "
-        "and then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
+        f"{told}: the loss couples examples, or is a mean over something else. Return (sum, weight) from it, which are added "
+        "up over the shards and then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
     )
+
+
+def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], key: int) -> float:
+    """How far the gradient of a batch is from that by its shards, relative to those of the shards: of the passes, the first
+    is over the whole batch and each other one over a shard. In evaluation mode, where no noise and no batch norm differ.
+    """
+    far, lengths = np.zeros(replica.layouts[0].size), 0.0
+    scales = [-1 / over[0], *[1 / tree_sum(over[1:])] * (len(over) - 1)]
+    for pass_, scale in zip(passes, scales, strict=False):
+        x, y = pass_.shard(pass_.spans[0], replica.device)
+        vector = replica.backend.get(replica.gradient(x, y, key, 0, training=False))
+        gradient = vector[: len(far)].astype(np.float64) * scale
+        far += gradient
+        lengths += float(np.linalg.norm(gradient)) * (scale > 0)
+    return float(np.linalg.norm(far)) / lengths if lengths else 0.0

@@ -230,7 +230,7 @@ class Trainer:
             shape, measure = measured(self, backend, model, examples)
             feed = Feed(backend, examples, devices, shape.labels, self.workers, self.seed)
             last.callback(feed.close)
-            measure = checked(self, backend, model, shape, measure, feed, devices[0])
+            measure = checked(self, backend, model, shape, measure, feed, devices[0], trains=False)
             group = Replicas(self, backend, model, measure, devices, world)
             last.callback(group.close)
             group.follow()

@@ -52,13 +52,15 @@ class Program:
     shards: int
     kind: str  # of device
 
-    def shard(self, parameters: Vector, state: State, x: Tree, y: Tree, key: Array, shard: Array) -> Vector:
+    def shard(
+        self, parameters: Vector, state: State, x: Tree, y: Tree, key: Array, shard: Array, train: bool = True
+    ) -> Vector:
         """What one shard gives, as described in backends/base.py."""
 
         def forward(params: Any) -> tuple[Array, tuple[list[Array], Any]]:
             # nnx changes its variables, and may do so only in the trace in which they were made: they are copied in here.
-            numbers, new = self.numbers(params, self.state.unflatten(state), x, y, key, True)
-            return numbers[0], (numbers[1:], new)
+            numbers, new = self.numbers(params, self.state.unflatten(state), x, y, key, train)
+            return numbers[0], (numbers[1:], new if train else self.state.unflatten(state))
 
         params = self.params.unflatten([parameters])
         (loss, ((hits, *more), new)), gradients = jax.value_and_grad(forward, has_aux=True)(params)
@@ -79,6 +81,7 @@ class Program:
         return self.backend.measured(self.measure, output, y), new
 
     gradient = jitted(shard)
+    slope = jitted(lambda self, *given: self.shard(*given, train=False))
 
     @jitted
     def gradients(

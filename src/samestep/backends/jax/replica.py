@@ -72,11 +72,12 @@ class JaxReplica(Replica):
         self._parameters, *state = vectors
         self.state = tuple(state)
 
-    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
-        if self.looped:
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Vector:
+        if self.looped and training:
             rows = self._loop(x, y, np.arange(length(y)).reshape(1, -1), [key], shard)
             return self.program.partial_sums(shard, shard + 1, self.shards, (1,), [rows])[0]
-        return self.program.gradient(self._parameters, self.state, x, y, halves(key, np.uint32), np.int32(shard))
+        compute = self.program.gradient if training else self.program.slope
+        return compute(self._parameters, self.state, x, y, halves(key, np.uint32), np.int32(shard))
 
     def single(self, batch: Batch, shard: int) -> Vector:
         if not (self.looped and (resident := batch.pass_.feed.resident)):

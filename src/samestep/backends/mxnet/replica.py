@@ -72,13 +72,13 @@ class MxnetReplica(Replica):
 
     # One shard
 
-    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
-        lane = self._lane(shard, training=True)
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Vector:
+        lane = self._lane(shard, training)
         dtype, start = self.layouts[0].dtype, self.layouts[0].size
         with lane.context:
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
-                with autograd.record():
+                with autograd.record(training):
                     numbers = self.backend.measured(self.measure, lane.block(*passed(x, self.measure.style)), y)
                 numbers[0].backward()
             lane.gather()

@@ -84,8 +84,8 @@ class PaddleReplica(Replica):
 
     # One shard
 
-    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Vector:
-        lane, dtype, (before, after) = self.lane(training=True), self.parameters.dtype, self._around[shard]
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Vector:
+        lane, dtype, (before, after) = self.lane(training), self.parameters.dtype, self._around[shard]
 
         def backward(numbers: list[Tensor]) -> Vector:
             numbers[0].backward()
@@ -99,7 +99,7 @@ class PaddleReplica(Replica):
             self._check_constants(lane)
             return vector
 
-        return self._noise[True].compute(key, lambda: self._measured(lane, x, y), backward)
+        return self._noise[training].compute(key, lambda: self._measured(lane, x, y), backward)
 
     def _measured(self, lane: Lane, x: Tree, y: Tree) -> list[Tensor]:
         return self.backend.measured(self.measure, lane.run(spread(x, self.measure.style), self.state), y)

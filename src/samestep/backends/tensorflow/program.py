@@ -29,41 +29,42 @@ class Program:
         self.layouts = [*layouts_of(own.trained), *layouts_of(own.state)]
         self._trained, *self._state = [[own.variables[name] for name in layout.names] for layout in self.layouts]
         self._functions: dict[tuple[Any, ...], Compiled] = {}
-        self._by_size: set[bool] = set()  # train: whether every number of examples needs a graph of its own
+        self._by_size: set[str] = set()  # kinds: those for which every number of examples needs a graph of its own
         self._making = threading.Lock()
         self.updates: dict[int, Compiled] = {}  # of Keras's optimizers, by id: all replicas share them
         self.example: Given | None = None
 
-    def __call__(self, train: bool, vectors: Sequence[Numbers], x: Tree, y: Tree, key: int, shard: int) -> Numbers:
+    def __call__(self, kind: str, vectors: Sequence[Numbers], x: Tree, y: Tree, key: int, shard: int) -> Numbers:
+        """What a kind of function ("gradient", "slope" or "evaluate") gives for a shard."""
         with self._making:
-            function = self._function(train, x, y)
+            function = self._function(kind, x, y)
         (result,) = function(*vectors, draws.halves(key), *leaves((x, y)), np.int32(shard))
         return result
 
-    def _function(self, train: bool, x: Tree, y: Tree) -> Compiled:
+    def _function(self, kind: str, x: Tree, y: Tree) -> Compiled:
         self.example = spread(mapped(lambda array: array[:1], x), self.measure.style)
-        kind: tuple[Any, ...] = (train, *((array.shape[1:], array.dtype) for array in leaves((x, y))))
-        if kind not in self._functions and train not in self._by_size:
+        key: tuple[Any, ...] = (kind, *((array.shape[1:], array.dtype) for array in leaves((x, y))))
+        if key not in self._functions and kind not in self._by_size:
             try:
-                self._functions[kind] = self._compiled(train, x, y, None)
+                self._functions[key] = self._compiled(kind, x, y, None)
             except Exception:  # some models must know how many examples there are; other errors come up again
-                self._by_size.add(train)
-        if train in self._by_size:
-            kind = *kind, length(y)
-            if kind not in self._functions:
-                self._functions[kind] = self._compiled(train, x, y, length(y))
-        return self._functions[kind]
+                self._by_size.add(kind)
+        if kind in self._by_size:
+            key = *key, length(y)
+            if key not in self._functions:
+                self._functions[key] = self._compiled(kind, x, y, length(y))
+        return self._functions[key]
 
-    def _compiled(self, train: bool, x: Tree, y: Tree, examples: int | None) -> Compiled:
+    def _compiled(self, kind: str, x: Tree, y: Tree, examples: int | None) -> Compiled:
         """One graph for any number of examples if `examples` is None. Kernels see the shard's own shape in either case."""
         vectors = [tf.TensorSpec((layout.size,), layout.dtype) for layout in self.layouts]
         pieces = [Piece(variable, i, lo, hi) for i, group in enumerate([self._trained, *self._state])
                   for variable, (lo, hi) in zip(group, self.layouts[i].spans, strict=True)]  # fmt: skip
-        return compiled(self.traced(train, x, y, examples), vectors, pieces, self.threads)
+        return compiled(self.traced(kind, x, y, examples), vectors, pieces, self.threads)
 
-    def traced(self, train: bool, x: Tree, y: Tree, examples: int | None) -> Any:
+    def traced(self, kind: str, x: Tree, y: Tree, examples: int | None) -> Any:
         specs = [tf.TensorSpec((examples, *array.shape[1:]), array.dtype) for array in leaves((x, y))]
-        compute = self.gradient if train else self.evaluate
+        compute = getattr(self, kind)
 
         def function(*arrays: Tensor) -> Tensor:
             *given, shard = arrays
@@ -79,14 +80,14 @@ class Program:
 
     # What is traced
 
-    def gradient(self, x: Tree, y: Tree, shard: Tensor) -> Tensor:
+    def gradient(self, x: Tree, y: Tree, shard: Tensor, train: bool = True) -> Tensor:
         groups = zip(self._state, self.layouts[1:], strict=True)
         state = [(variable, layout.wide(self.dtype)) for group, layout in groups for variable in group]
         before = [tf.cast(variable.read_value(), wide) for variable, wide in state]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             for variable in self._trained:
                 tape.watch(variable)
-            loss, right, *more = self._numbers(x, y, True)
+            loss, right, *more = self._numbers(x, y, train)
         gradients = tape.gradient(loss, self._trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         count, mine = tf.cast(tf.shape(first(y))[0], self.dtype), tf.range(self.shards) == shard
         vector = [tf.reshape(tf.convert_to_tensor(gradient), (-1,)) for gradient in gradients]
@@ -95,6 +96,9 @@ class Program:
             vector.append(tf.reshape(change, (-1,)))
         slots = [tf.where(mine, tf.cast(number, self.dtype), 0) for number in (loss, right)]
         return tf.concat([*vector, *slots, *(tf.reshape(tf.cast(number, self.dtype), (1,)) for number in more)], 0)
+
+    def slope(self, x: Tree, y: Tree, shard: Tensor) -> Tensor:
+        return self.gradient(x, y, shard, train=False)
 
     def evaluate(self, x: Tree, y: Tree, shard: Tensor) -> Tensor:
         return tf.stack([tf.cast(number, tf.float64) for number in self._numbers(x, y, False)])

@@ -30,19 +30,19 @@ class TensorflowReplica(Replica):
     def vectors(self) -> list[Numbers]:
         return self._vectors
 
-    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Numbers:
-        return self.program(True, self._vectors, x, y, key, shard)
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Numbers:
+        return self.program("gradient" if training else "slope", self._vectors, x, y, key, shard)
 
     def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:
         def traced() -> str:  # without names, which TensorFlow numbers on and on, and in no order
-            graph = self.program.traced(True, x, y, length(y)).graph.as_graph_def()
+            graph = self.program.traced("gradient", x, y, length(y)).graph.as_graph_def()
             nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
             return "".join(sorted(node.op + str(node.attr["value"]) * (node.op == "Const") for node in nodes))
 
         return [], [hashed(text=traced()) for _ in range(2)]
 
     def evaluate(self, x: Tree, y: Tree, key: int) -> Numbers:
-        return self.program(False, self._vectors, x, y, key, 0)
+        return self.program("evaluate", self._vectors, x, y, key, 0)
 
     def assign(self, parameters: Numbers) -> None:
         if parameters is not self.parameters:  # an update in place is already there

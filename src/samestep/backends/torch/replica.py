@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,10 @@ class TorchReplica(Replica):
 
     # One shard
 
-    def gradient(self, x: Tree, y: Tree, key: int, shard: int) -> Tensor:
-        pieces, numbers = self._compute(self.lane(training=True), x, y, key, shard)
+    def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Tensor:
+        # In evaluation mode, the recurrent layers of cuDNN have no gradient.
+        with nullcontext() if training else torch.backends.cudnn.flags(enabled=False):
+            pieces, numbers = self._compute(self.lane(training=training), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
 
     def inside(self, x: Tree, y: Tree) -> tuple[list[str], list[str]]:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,14 @@ def again(folder: Path) -> dict[str, Any]:
 def evaluated(folder: Path) -> dict[str, Any]:
     """The evaluation of a model that every process has made for itself."""
     return ss.Trainer(devices="cpu", batch_size=16).evaluate(unseeded(), arrays(folder))
+
+
+def own_steps(folder: Path, rows: Sequence[int] = (0, 12), lr: float = 0.1, seed: int = 0) -> dict[str, Any]:
+    """Two steps of a Group, the second from some rows of the examples."""
+    torch.manual_seed(0)
+    group, given = ss.Group(mlp(), devices=["cpu"], seed=seed), slice(*rows)
+    group.step(X[:12], Y[:12], lr=0.1)
+    return {"prints": group.step(X[given], Y[given], lr=lr).fingerprint}
 
 
 def own_group(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -451,7 +459,7 @@ def twin(name: str) -> None:
 
 JOBS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "zoo": zoo, "one": one, "again": again, "evaluated": evaluated, "own group": own_group, "overlap": overlap,
-    "several": several,
+    "several": several, "own steps": own_steps,
 }  # fmt: skip
 
 

@@ -44,7 +44,9 @@ PAIR, BATCH = (1, 2), {"ids": 1, "labels": 2}
         (lambda x: 0, PAIR, False, False),
         (lambda x=0: 0, PAIR, False, False),
         (lambda x, train=False: 0, PAIR, False, False),
-        (lambda x, deterministic=True, key=None: 0, PAIR, False, False),
+        (lambda x, deterministic=True, use_running_average=None: 0, PAIR, False, False),
+        (lambda query, key=None: 0, {"query": 1, "key": 2}, True, ("query", "key")),
+        (lambda query, key, value: 0, (1, 2, 3), False, True),
         (lambda x, *, b=0: 0, PAIR, False, False),
         # What has no signature gets all that there is
         (type, BATCH, False, ("ids", "labels")),
@@ -56,6 +58,18 @@ def test_the_signature_decides(model: Any, x: Any, whole: bool, style: Any) -> N
     if model is not type:
         given, named = spread(x, style)
         model(*given, **named)  # it does take them so
+
+
+def test_options_are_not_for_examples() -> None:
+    def model(x: Any, key: Any = None) -> None: ...
+
+    assert style_of(model, PAIR, False) is True
+    assert style_of(model, PAIR, False, options={"key"}) is False
+    with pytest.raises(Invalid) as error:
+        style_of(model, {"x": 1, "key": 2}, True, options={"key"})
+    told = "the model's argument 'key' is not for examples, and they have one of that name: rename it"
+    assert str(error.value) == told
+    assert style_of(model, {"x": 1}, True, options={"key"}) == ("x",)
 
 
 def test_the_first_arguments_may_be_weights() -> None:
@@ -71,6 +85,10 @@ def test_the_first_arguments_may_be_weights() -> None:
         (lambda b, a: 0, BATCH, "the model does not take ids, labels: it takes a, b"),
         (lambda ids, mask: 0, BATCH, "the model does not take labels: it takes ids, mask"),
         (lambda a=0, b=0: 0, {"a": 1, 3: 2}, "the model does not take 3: it takes a, b"),
+        (lambda a, b: 0, {"a": 1}, "the model needs b, got a"),
+        (lambda a, *, b, c, d=0: 0, {"a": 1}, "the model needs b, c, got a"),
+        (lambda a, **named: 0, BATCH, "the model needs a, got ids, labels"),
+        (lambda labels, ids, /: 0, {"labels": 1}, "the model does not take labels: it takes "),
         (lambda a, b: 0, (1, 2, 3), "the model takes 2 inputs (a, b), got 3"),
         (lambda a, b, c, train: 0, PAIR, "the model takes 3 inputs (a, b, c), got 2"),
         (lambda: 0, PAIR, "the model takes 0 inputs (), got 2"),
@@ -81,6 +99,11 @@ def test_what_a_model_cannot_take(model: Any, x: Any, message: str) -> None:
     with pytest.raises(Invalid) as error:
         style_of(model, x, False)
     assert str(error.value) == message
+
+
+def test_a_whole_batch_without_what_the_model_needs() -> None:
+    with pytest.raises(Invalid, match="^the model needs mask, got ids, labels$"):
+        style_of(lambda ids, mask: 0, BATCH, True)
 
 
 def test_how_arguments_are_spread() -> None:

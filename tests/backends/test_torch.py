@@ -229,6 +229,7 @@ def test_the_rates_of_groups_are_rounded_as_those_of_the_schedule_are():
 RATES = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 1 / (1 + t), lambda t: 0.9**t]),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.3, 0.1], 8),
+    "from zero": lambda o: lr_scheduler.LambdaLR(o, [lambda t: t / 10, lambda t: 1.0]),
     "equal at first": lambda o: lr_scheduler.LambdaLR(o, [lambda t: 1.0, lambda t: 3.0 / (1 + t)]),
 }
 

@@ -520,6 +520,30 @@ def test_ranks_with_different_recipes(given: dict[str, Any], difference: str, la
     check_all(ranks, [("Invalid", f"rank 1 has another recipe than rank 0: {difference}")] * 3)
 
 
+WHOLE = "rank 1 has another batch or setting (every process gives the whole batch) than rank 0"
+
+
+@pytest.mark.parametrize(
+    ("given", "difference"),
+    [
+        ({"rows": [12, 24]}, "sha256 is '"),
+        ({"rows": [0, 11]}, "examples is 11, not 12; x is [11, 12], not [12, 12]; y is [11], not [12]; sha256 is '"),
+        ({"lr": 0.2}, "call is ['step 1', 'constant(0.2)'], not ['step 1', 'constant(0.1)']"),
+        ({"seed": 4}, "seed is '4', not '0'"),
+    ],
+    ids=["other examples", "fewer", "rate", "seed"],
+)
+def test_ranks_that_give_a_group_different_things(given: dict[str, Any], difference: str, launch: Launch) -> None:
+    for seen in launch(2, "own steps", **{"rank 1": given}).end():
+        assert seen.error[0] == "Invalid"
+        assert seen.error[1].startswith(f"{WHOLE}: {difference}"), seen.error
+
+
+def test_ranks_that_give_a_group_the_same(launch: Launch) -> None:
+    alone = process_job.own_steps(Path())["prints"]
+    assert [seen.told["prints"] for seen in launch(2, "own steps").end()] == [alone, alone]
+
+
 def test_ranks_with_different_data(launch: Launch) -> None:
     ranks = launch(2, "one", **{"rank 1": {"name": "memmap"}}).end()
     [message] = {seen.error[1] for seen in ranks}

@@ -397,6 +397,13 @@ def test_plateau_of_an_accuracy_that_there_is_none_of_is_refused_before_anything
     assert not (tmp_path / "run").exists()
 
 
+def test_plateau_of_a_metric_without_a_value_is_told_by_name():
+    settings = {"schedule": Plateau(0.1), "metrics": {"rare": lambda output, y: (0, 0)}, "monitor": "train_rare"}
+    with pytest.raises(Invalid) as caught:
+        trainer(**settings).fit(Meter(), data())
+    assert str(caught.value) == "monitor: train_rare has no value after epoch 1: its weight is 0"
+
+
 # What is in the recipe, and what is refused
 
 

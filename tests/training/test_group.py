@@ -20,12 +20,16 @@ def group(**settings: Any) -> ss.Group:
     return ss.Group(torch.nn.Linear(4, 3), shards=4, devices=["cpu"] * 3, **settings)
 
 
+def stepped(**settings: Any) -> ss.Group:
+    made = group(**settings)
+    made.step(X, Y)
+    return made
+
+
 @pytest.mark.parametrize(
     ("ask", "error", "said"),
     [
         (lambda: group(max_epochs=3), Invalid, "Group has no max_epochs: it takes batch_size, capture, "),
-        (lambda: group().model, Invalid, "model: the group has not made a step yet"),
-        (lambda: group().weights(), Invalid, "weights: the group has not made a step yet"),
         (lambda: group().save("x"), Invalid, "save: the group has not made a step yet"),
         (
             lambda: group().step(X),
@@ -34,6 +38,23 @@ def group(**settings: Any) -> ss.Group:
         ),
         (lambda: group().step(X, Y[:3]), Invalid, "x and y must be of one length, got 16 examples and 3 labels"),
         (lambda: group().step(X[:0], Y[:0]), Invalid, "there are no examples"),
+        (
+            lambda: group(loss=lambda o, y: o.sum()).step(X[:1], Y[:1]),
+            Invalid,
+            "^the first batch of a Group must have two examples or more, got 1: whether its loss is a mean or a sum is seen",
+        ),
+        (lambda: stepped().step(X.astype("f8"), Y), WrongType, "x is float64 and the model float32: convert one"),
+        (
+            lambda: stepped().step(X, Y / 2),
+            WrongType,
+            "the default loss, softmax cross-entropy, needs a tensor of scores",
+        ),
+        (
+            lambda: stepped().step({"input": X, "labels": Y}),
+            Invalid,
+            r"^a batch must have the structure of the first one, x of float32 \(4,\), y of int64 \(\), "
+            r"got \['input'\] of float32 \(4,\), \['labels'\] of int64 \(\)$",
+        ),
         (lambda: group().step(X, Y, lr="fast"), WrongType, "lr must be a number, got lr='fast'"),
         (lambda: group().step(X, Y, lr=-1), Invalid, "lr must be finite and at least 0, got lr=-1.0"),
         (
@@ -61,7 +82,36 @@ def saved(tmp_path: Path) -> Path:
     made.save(path)
     with pytest.raises(Invalid, match=r"nowhere/a cannot be written: No such file"):
         made.save(tmp_path / "nowhere" / "a")
+    with pytest.raises(Invalid, match="^None cannot be written: "):
+        made.save(None)  # type: ignore[arg-type]
     return path
+
+
+def test_a_group_has_weights_before_its_first_step(saved: Path, tmp_path: Path) -> None:
+    linear = torch.nn.Linear(4, 3)
+    fresh = ss.Group(linear, shards=4, devices=2)
+    assert np.array_equal(fresh.weights()["bias"], linear.bias.detach().numpy())
+    assert torch.equal(fresh.model.weight, linear.weight)
+    assert fresh.model is not linear
+    loaded = ss.Group.load(saved, linear, devices=2)
+    assert not np.array_equal(loaded.weights()["bias"], fresh.weights()["bias"])
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == saved.read_bytes()
+    before = loaded.fingerprint
+    loaded.evaluate(X, Y)
+    assert (loaded.fingerprint, loaded.steps) == (before, 1)
+    with pytest.raises(Invalid, match="another model was saved"):
+        ss.Group.load(saved, torch.nn.Linear(4, 2)).weights()
+
+
+def test_batches_of_other_lengths_are_of_one_structure() -> None:
+    linear, rng = torch.nn.Linear(4, 3), np.random.default_rng(0)
+    made = ss.Group(linear, shards=2, devices=1)
+    for length in (5, 2, 7):
+        x, y = rng.random((6, length, 4)).astype("float32"), rng.integers(0, 3, (6, length))
+        scores = linear(torch.from_numpy(x)).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(scores, torch.from_numpy(y).flatten()).item()
+        assert abs(made.step(x, y, lr=0.0).loss - loss) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -70,6 +120,10 @@ def saved(tmp_path: Path) -> Path:
         ({"seed": 3}, "was saved with seed=0, and not with 3"),
         ({"shards": 5}, "was saved with shards=4, and not with 5"),
         ({"optimizer": ss.adam()}, "was saved with optimizer=.'SGD', .*, and not with .'Adam', "),
+        (
+            {"optimizer": torch.optim.SGD},
+            "was saved with optimizer=.'SGD', .*, and not with the framework's own: give the",
+        ),
     ],
 )
 def test_what_was_saved_with_other_settings(settings: dict[str, Any], said: str, saved: Path) -> None:
@@ -95,5 +149,5 @@ def test_what_is_not_of_a_group(tmp_path: Path) -> None:
         ss.Group.load(tmp_path / "text", torch.nn.Linear(4, 3))
     ss.Trainer(1, 8, devices=1, progress=False, run_dir=tmp_path / "run").fit(torch.nn.Linear(4, 3), (X, Y))
     [path] = (tmp_path / "run" / "checkpoints").iterdir()
-    with pytest.raises(Invalid, match="was written by a fit: start from it with Trainer.fit"):
+    with pytest.raises(Invalid, match="was written by a fit: start from its weights with Trainer.fit"):
         ss.Group.load(path, torch.nn.Linear(4, 3))

@@ -368,6 +368,11 @@ def test_overrides_that_are_no_json_object_are_refused(text, monkeypatch):
         ({"run_dir": "a\0b"}, WrongType, "run_dir must be a path or None, got run_dir='a\\x00b'"),
         ({"check_every": "30 s"}, Invalid, "check_every must be a number of steps or epochs, got '30 s'"),
         ({"accept": "nothing"}, Invalid, "accept takes numerics, code, data, got ('nothing',)"),
+        (
+            {"mode": "max", "monitor": "test_accuracy", "schedule": ss.Plateau(0.1)},
+            Invalid,
+            "Plateau(mode='min') follows test_accuracy, of which the Trainer says mode='max'",
+        ),
         ({"mode": "max"}, Invalid, "mode='max' needs a monitor, such as monitor='test_accuracy': a lower loss is better"),
         ({"mode": "most"}, Invalid, "monitor must be a column of the history, and mode min or max, got None, 'most'"),
         ({"monitor": 3}, Invalid, "monitor must be a column of the history, and mode min or max, got 3, 'min'"),

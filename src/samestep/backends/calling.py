@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from samestep.errors import Invalid
 from samestep.trees import Tree
 
 Style = tuple[str, ...] | bool  # names: model(**those of x); True: model(*x); False: model(x)
-OPTIONS = {"train", "training", "is_training", "deterministic", "use_running_average", "key"}  # which samestep gives
+OPTIONS = frozenset(
+    {"train", "training", "is_training", "deterministic", "use_running_average"}
+)  # which samestep gives
 
 
-def style_of(function: Callable[..., Any], x: Tree, whole: bool, skip: int = 0) -> Style:
+def style_of(function: Callable[..., Any], x: Tree, whole: bool, skip: int = 0, options: Set[str] = OPTIONS) -> Style:
     """How to pass x to a function, without its first `skip` arguments.
 
     whole: x is a whole batch, labels and all, of which the model gets what it has names for.
+    options: arguments that are not for examples.
 
     >>> style_of(lambda ids, mask=None: 0, {"ids": 1, "labels": 2}, True), style_of(lambda a, b: 0, (1, 2), False)
     (('ids',), True)
@@ -27,16 +30,23 @@ def style_of(function: Callable[..., Any], x: Tree, whole: bool, skip: int = 0) 
         given = list(inspect.signature(function).parameters.values())[skip:]
     except (TypeError, ValueError):  # it has no signature
         return tuple(x) if isinstance(x, Mapping) else True
-    given = [one for one in given if one.name not in OPTIONS]
+    if isinstance(x, Mapping) and (taken := [one.name for one in given if one.name in options and one.name in x]):
+        raise Invalid(
+            f"the model's argument {taken[0]!r} is not for examples, and they have one of that name: rename it"
+        )
+    given = [one for one in given if one.name not in options]
     places = [one for one in given if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = sum(one.default is one.empty for one in places)
     if isinstance(x, Mapping):
         names = {one.name for one in given if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
         known = tuple(key for key in x if key in names)
-        if whole and known:
-            return known
-        if len(known) == len(x) or any(one.kind is one.VAR_KEYWORD for one in given):
-            return tuple(x)
+        anything = any(one.kind is one.VAR_KEYWORD for one in given)
+        if (whole and known) or len(known) == len(x) or anything:
+            plain = (one for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+            missing = [one.name for one in plain if one.default is one.empty and one.name not in known]
+            if missing:
+                raise Invalid(f"the model needs {', '.join(missing)}, got {', '.join(map(str, x))}")
+            return known if whole and known else tuple(x)
         if len(places) == 1 and not known:
             return False
         unknown = ", ".join(str(key) for key in x if key not in names)

@@ -81,6 +81,8 @@ class Rates:
     def observe(self, row: dict[str, Any]) -> None:
         """Take note of the numbers of an epoch: of one column of the history, or of the loss or the accuracy."""
         if self.plateau and self.monitor:
+            if row[self.monitor] is None:
+                raise Invalid(f"monitor: {self.monitor} has no value after epoch {row['epoch']}: its weight is 0")
             self.plateau.observe(row[self.monitor])
         elif self.plateau:
             which = "accuracy" if self.plateau.settings["mode"] == "max" else "loss"

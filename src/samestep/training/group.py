@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,13 @@ from typing import Any
 import numpy as np
 
 from samestep import draws, fingerprint
-from samestep.backends.losses import Measure, Shape
+from samestep.backends.base import Replica
+from samestep.backends.find import of_model
+from samestep.backends.losses import MEAN, Measure, Shape
+from samestep.data.convert import named
 from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed
+from samestep.devices import resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers import rules
 from samestep.processes import place
@@ -26,11 +30,13 @@ from samestep.schedules.kinds import constant
 from samestep.schedules.rates import Rates, rate
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.measuring import checked, measured
+from samestep.training.recipe import agreed
 from samestep.training.replicas import Replicas
 from samestep.training.trainer import Trainer, matching
 
 SETTINGS = {"gradient_clip_val", "gradient_clip_algorithm", "groups", "metrics", "threads_per_shard", "capture",
             "deterministic", "state", "timeout", "portable", "batch_size"}  # fmt: skip # of a Trainer
+ALIKE = SETTINGS - {"timeout", "capture"} | {"seed", "shards"}  # in all processes
 
 
 class Group:
@@ -42,9 +48,9 @@ class Group:
     >>> made.step, made.loss > 0
     (1, True)
 
-    Every process of a run gives the whole batch, and computes its shards of it. Other settings of the Trainer: metrics,
-    gradient_clip_val, gradient_clip_algorithm, groups, threads_per_shard, capture, deterministic, state, timeout, portable,
-    and batch_size, of which only evaluations take note.
+    Every process of a run gives the whole batch, and computes its shards of it. A group does not rehearse, and goes on after
+    a loss that is not finite. Other settings of the Trainer: metrics, gradient_clip_val, gradient_clip_algorithm, groups,
+    threads_per_shard, capture, deterministic, state, timeout, portable, and batch_size, of which only evaluations take note.
     """
 
     def __init__(
@@ -60,15 +66,16 @@ class Group:
         self._given, self._start = model, Checkpoint({}, {})  # what it begins from, if it was loaded
         self._world: World | None = None
         self._replicas: Replicas | None = None
+        self._kinds: list[str] = []  # of batches: names, types and shapes of their arrays
 
     def step(self, x: Any, y: Any = None, lr: Any = None) -> Made:
         """Make one update from a batch: x and y, or the whole batch as one dictionary.
 
         lr is the rate; None: 0.1, or the rate that a framework's own optimizer came with.
         """
-        with self._at_work(x, y) as (replicas, feed):
+        given = None if lr is None else constant(rate("lr", lr))
+        with self._at_work(x, y, f"step {self.steps}", repr(given)) as (replicas, feed):
             examples, shards = len(feed.examples), self.settings.shards
-            given = None if lr is None else constant(rate("lr", lr))
             rates = Rates(given, replicas.updaters, 1, 1, self._shape)
             (spans,) = cut_pass(examples, examples, shards)
             keys = next(draws.keys_from(self.settings.seed, self.steps, shards))
@@ -80,13 +87,13 @@ class Group:
 
     def evaluate(self, x: Any, y: Any = None) -> dict[str, float | None]:
         """Loss, accuracy and metrics of these examples, in evaluation mode."""
-        with self._at_work(x, y) as (replicas, feed):
+        with self._at_work(x, y, "evaluation") as (replicas, feed):
             return replicas.evaluate(feed, self._shape.classes)
 
     @property
     def model(self) -> Any:
         """A model of the framework with the weights of now."""
-        return self._first("model").model()
+        return self._first().model()
 
     @property
     def rank(self) -> int:
@@ -95,7 +102,7 @@ class Group:
 
     def weights(self) -> Tensors:
         """The weights of now by name, as NumPy."""
-        return {name: np.array(tensor) for name, tensor in self._first("weights").tensors().items()}
+        return {name: np.array(tensor) for name, tensor in self._first().tensors().items()}
 
     @property
     def fingerprint(self) -> str:
@@ -104,19 +111,21 @@ class Group:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weights, the optimizer's state and the number of steps to a file. All processes call this; one writes."""
-        first, replicas = self._first("save"), self._replicas
-        assert replicas is not None
-        groups = {"model": first.tensors(), "optimizer": replicas.updaters[0].tensors()}
-        tensors = {
-            f"{kind}:{name}": np.array(tensor) for kind, named in groups.items() for name, tensor in named.items()
-        }
+        replicas, tensors = self._replicas, self._start.tensors
+        if replicas:
+            groups = {"model": replicas.replicas[0].tensors(), "optimizer": replicas.updaters[0].tensors()}
+            named = [(f"{kind}:{name}", tensor) for kind, group in groups.items() for name, tensor in group.items()]
+            tensors = {name: np.array(tensor) for name, tensor in named}
+        elif not tensors:
+            raise Invalid("save: the group has not made a step yet")
         about = {"step": self.steps, "seed": self.settings.seed, "shards": self.settings.shards, **self._optimizer()}
-        if replicas.world.rank == 0:
+        if self.rank == 0:
             try:
                 checkpoint.write(Path(path), checkpoint.pack(about, tensors))
-            except OSError as error:
-                raise Invalid(f"{path} cannot be written: {error.strerror or error}") from error
-        replicas.world.collect(b"")
+            except (OSError, TypeError) as error:
+                raise Invalid(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        if replicas:
+            replicas.world.collect(b"")
 
     @staticmethod
     def load(path: str | os.PathLike[str], model: Any, **settings: Any) -> Group:
@@ -127,14 +136,18 @@ class Group:
         found = checkpoint.read(Path(path))
         about = found.about
         if "recipe" in about:
-            raise Invalid(f"{path} was written by a fit: start from it with Trainer.fit(model, data, weights=...)")
+            how = "Trainer.fit(model, data, weights=the folder of the run)"
+            raise Invalid(f"{path} was written by a fit: start from its weights with {how}")
         kind, fields = about["optimizer"] or (None, {})
         known = {"seed": about["seed"], "shards": about["shards"]}
         known |= {"optimizer": getattr(rules, kind)(**fields)} if kind else {}
         group = Group(model, **{**known, **settings})
         for name, value in {"seed": group.settings.seed, "shards": group.settings.shards, **group._optimizer()}.items():
             if about[name] != value:
-                raise Invalid(f"{path} was saved with {name}={about[name]}, and not with {value}")
+                was, now = ("the framework's own" if one is None else one for one in (about[name], value))
+                raise Invalid(
+                    f"{path} was saved with {name}={was}, and not with {now}: give the one that it was saved with"
+                )
         group.steps, group._start = found.step, found
         return group
 
@@ -144,14 +157,19 @@ class Group:
         ours = type(optimizer).__module__ == rules.__name__
         return {"optimizer": [type(optimizer).__name__, dataclasses.asdict(optimizer)] if ours else None}
 
-    def _first(self, what: str) -> Any:
-        if self._replicas is None:
-            raise Invalid(f"{what}: the group has not made a step yet, and has no replicas")
-        return self._replicas.replicas[0]
+    def _first(self) -> Replica:
+        """The first replica; before the first step, one with the weights that the group begins from."""
+        if self._replicas:
+            return self._replicas.replicas[0]
+        settings, backend = self.settings, of_model(self._given)
+        device = resolve(settings.devices, settings.shards, backend)[0]
+        replica = backend.replica(self._given, settings.loss, device, settings.shards)
+        self._put_into([replica])
+        return replica
 
     @contextmanager
-    def _at_work(self, x: Any, y: Any) -> Iterator[tuple[Replicas, Feed]]:
-        """The replicas, made from the first batch, and the way of this batch to their devices."""
+    def _at_work(self, x: Any, y: Any, *call: str) -> Iterator[tuple[Replicas, Feed]]:
+        """The replicas, made from the first batch, and the way of this batch to their devices, for a call of this name."""
         settings = self.settings
         if y is None and not isinstance(x, Mapping):
             raise WrongType(
@@ -161,8 +179,18 @@ class Group:
             self._given, Data(x if y is None else (x, y)), optimizer=settings.optimizer, loss=settings.loss
         )
         with settings.session(backend, self._world, keep=True) as (devices, self._world):
-            if self._replicas is None:
-                self._shape, self._measure = measured(settings, backend, self._given, data.train)
+            if self._world.size > 1:
+                told = {"call": call, **data.train.identity(), **({} if self._replicas else self._alike())}
+                agreed(self._world, told, "batch or setting (every process gives the whole batch)")
+            arrays = dict(named("", data.train.batch)).items()
+            kinds = ", ".join(f"{name.strip()} of {array.dtype} {tuple(array.shape[1:])}" for name, array in arrays)
+            if kinds not in self._kinds:  # its errors are told as those of a fit
+                shape, measure = measured(settings, backend, self._given, data.train)
+                if self._kinds and (shape, measure.style) != (self._shape, self._measure.style):
+                    raise Invalid(f"a batch must have the structure of the first one, {self._kinds[0]}, got {kinds}")
+                if not self._kinds:
+                    self._shape, self._measure = shape, measure
+                self._kinds.append(kinds)
             feed = Feed(backend, data.train, devices, self._shape.labels)
             try:
                 if self._replicas is None:
@@ -177,22 +205,37 @@ class Group:
     def _made(self, feed: Feed, devices: Any) -> Replicas:
         assert self._world is not None
         settings, backend = self.settings, feed.backend
+        if self._shape.foreign and self._measure.kind == MEAN and len(feed.examples) < 2:
+            raise Invalid(
+                "the first batch of a Group must have two examples or more, got 1: whether its loss is a mean or a sum is seen "
+                "there; or return (sum, weight) from it"
+            )
         self._measure = checked(settings, backend, self._given, self._shape, self._measure, feed, devices[0])
         replicas = Replicas(settings, backend, self._given, self._measure, devices, self._world)
-        if self._start.tensors:
-            theirs, ours = self._start.group("model"), replicas.replicas[0].tensors()
-            for name in {**ours, **theirs}:
-                shapes = [tensors[name].shape if name in tensors else None for tensors in (theirs, ours)]
-                if shapes[0] != shapes[1]:
-                    raise Invalid(
-                        f"another model was saved: its {name!r} had shape {shapes[0]}, and has {shapes[1]} here"
-                    )
-            for replica, updater in zip(replicas.replicas, replicas.updaters, strict=True):
-                replica.load(self._start.group("model"))
-                updater.load(self._start.group("optimizer"))
+        self._put_into(replicas.replicas)
+        for updater in replicas.updaters if self._start.tensors else ():
+            updater.load(self._start.group("optimizer"))
         replicas.follow()
         weakref.finalize(self, backend.workers.let_go)
         return replicas
+
+    def _put_into(self, replicas: Sequence[Replica]) -> None:
+        """Put the weights that were saved into replicas, if there are any."""
+        if not self._start.tensors:
+            return
+        theirs, ours = self._start.group("model"), replicas[0].tensors()
+        for name in {**ours, **theirs}:
+            was, now = (tensors[name].shape if name in tensors else None for tensors in (theirs, ours))
+            if was != now:
+                raise Invalid(f"another model was saved: its {name!r} had shape {was}, and has {now} here")
+        for replica in replicas:
+            replica.load(theirs)
+
+    def _alike(self) -> dict[str, Any]:
+        """Settings that must be alike in all processes."""
+        found = {name: getattr(self.settings, name) for name in sorted(ALIKE)}
+        told = {name: list(value) if name == "metrics" else repr(value) for name, value in found.items()}
+        return {**told, **self._optimizer()}
 
 
 class Made:

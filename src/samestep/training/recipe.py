@@ -6,6 +6,7 @@ import functools
 import json
 import platform
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from samestep.schedules.algebra import Schedule
 from samestep.schedules.plateau import Plateau
 
 if TYPE_CHECKING:
+    from samestep.processes.world import World
     from samestep.training.fit import Fit
 
 SETTINGS = ("max_epochs", "batch_size", "shards", "seed", "sampling", "gradient_clip_val", "threads_per_shard",
@@ -30,12 +32,17 @@ SETTINGS = ("max_epochs", "batch_size", "shards", "seed", "sampling", "gradient_
 
 def recipe(fit: Fit, model: Any) -> dict[str, Any]:
     """The recipe of all processes. Only the starting weights may differ: rank 0's are used."""
-    everybody = [json.loads(text) for text in fit.world.collect(json.dumps(_own(fit, model)).encode())]
     accepted = {name for kind in fit.settings.accept for name in ACCEPT[kind]}
+    return agreed(fit.world, _own(fit, model), "recipe", {"initial", *accepted})
+
+
+def agreed(world: World, own: dict[str, Any], what: str, besides: Iterable[str] = ()) -> dict[str, Any]:
+    """What rank 0 has, if all processes have the same."""
+    everybody = [json.loads(text) for text in world.collect(json.dumps(own).encode())]
     for rank, other in enumerate(everybody):
-        found = differences(other, everybody[0], {"initial", *accepted}, "not")
+        found = differences(other, everybody[0], besides, "not")
         if found:
-            raise Invalid(f"rank {rank} has another recipe than rank 0: {in_words(found)}")
+            raise Invalid(f"rank {rank} has another {what} than rank 0: {in_words(found)}")
     return dict(everybody[0])
 
 

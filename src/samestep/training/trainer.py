@@ -30,6 +30,7 @@ from samestep.processes.world import World
 from samestep.runs.checkpoint import parse
 from samestep.runs.recipe import ACCEPT
 from samestep.runs.run import Run
+from samestep.schedules.plateau import Plateau
 from samestep.schedules.rates import check_schedule, rate
 from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
@@ -179,6 +180,11 @@ class Trainer:
             )
         if self.mode == "max" and self.monitor is None:
             raise Invalid("mode='max' needs a monitor, such as monitor='test_accuracy': a lower loss is better")
+        if self.monitor and isinstance(self.schedule, Plateau) and self.schedule.settings["mode"] != self.mode:
+            mode = self.schedule.settings["mode"]
+            raise Invalid(
+                f"Plateau(mode={mode!r}) follows {self.monitor}, of which the Trainer says mode={self.mode!r}"
+            )
         if self.loss is not None and not callable(self.loss) and not isinstance(self.loss, PerShard):
             raise WrongType(f"loss must be a function of (output, y), got {show(self.loss)}")
         if not isinstance(self.sampling, str) or self.sampling not in draws.SAMPLINGS:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax._src.distributed import global_state  # there is no public name for what jax.distributed.initialize has set up
 
 from samestep.backends.base import Backend
-from samestep.backends.calling import Style, spread, style_of
+from samestep.backends.calling import OPTIONS, Style, spread, style_of
 from samestep.backends.jax import numerics
 from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
 from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
@@ -166,7 +166,7 @@ class JaxBackend(Backend):
 
     def style(self, model: Any, x: Tree, whole: bool) -> Style:
         if isinstance(model, Pair):
-            return style_of(model.apply, x, whole, skip=1 + (model.state is not None))
+            return style_of(model.apply, x, whole, 1 + (model.state is not None), OPTIONS | {"key"})
         return style_of(type(model).__call__, x, whole, skip=1)
 
     def probe(self, model: Any, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:

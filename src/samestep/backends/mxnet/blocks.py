@@ -13,7 +13,7 @@ from mxnet.context import Context
 from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.parameter import Parameter
 
-from samestep.backends.calling import Style, spread, style_of
+from samestep.backends.calling import OPTIONS, Style, spread, style_of
 from samestep.errors import Invalid, WrongType
 from samestep.trees import Tree
 
@@ -45,7 +45,7 @@ def style(model: Block, x: Tree, whole: bool) -> Style:
     """How a block takes x: by places alone, so names are brought into the order of its arguments."""
     hybrid = isinstance(model, HybridBlock) and type(model).forward is HybridBlock.forward
     function = model.hybrid_forward if hybrid else model.forward
-    found = style_of(function, x, whole, skip=int(hybrid))
+    found = style_of(function, x, whole, int(hybrid), OPTIONS | set(model._reg_params) if hybrid else OPTIONS)
     if not isinstance(found, tuple):
         return found
     names = list(inspect.signature(function).parameters)[int(hybrid) :]

@@ -39,7 +39,9 @@ class TorchUpdater(KeepingUpdater):
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise WrongType("LBFGS computes the loss several times in an update, which a fit does not: use another")
-        self._rates = first, *others = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        # A scheduler may begin at 0, and has left the rate that it is based on.
+        first, *others = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
         if not first and any(others):
             raise Invalid("the optimizer's first group has rate 0, and the schedule sets that: put another group first")
         self._leaves = list(ours.values())
@@ -73,7 +75,7 @@ class TorchUpdater(KeepingUpdater):
             parameter.grad = view
         moved, dtype = self.moved[t] if self.moved else [{}] * len(self._rates), self.replica.layouts[0].dtype
         for group, own, others in zip(self.optimizer.param_groups, self._rates, moved, strict=True):
-            rate = others.get("lr", in_ratio(lr, self._rates[0], own, dtype))
+            rate = others["lr"] if "lr" in others else in_ratio(lr, self._rates[0], own, dtype)
             group.update(others, lr=rounded(rate, dtype))
         self.optimizer.step()
 

@@ -172,3 +172,30 @@ def test_a_wrong_term_is_rejected(breakage, precision: str) -> None:
         agree(precision, gradient("lenet", precision), wrong)
     slope, measured = along("lenet", "conv1.bias", layers)
     assert slope != pytest.approx(measured, rel=1e-6, abs=1e-8)
+
+
+def far(name: str, training: bool) -> float:
+    """How far the gradient of a batch is from the sum over its two shards, relative to these."""
+    (x, y), device, model = suite.data(name, 12).train.read(np.arange(12)), ss.cpu(), getattr(suite.zoo, name)()
+    backend = find.of_model(model)
+    with backend.session([device], deterministic=True, threads=1):
+        backend.probe(model, None, x[:1], y[:1], "x")
+        replica = backend.replica(model, None, device, 2)
+        if not replica.slopes:
+            pytest.skip("this framework has no right gradient in evaluation mode")
+        cut = [slice(0, 12), slice(0, 5), slice(5, 12)]
+        given = [[backend.put(np.ascontiguousarray(array[span]), device) for array in (x, y)] for span in cut]
+        found = [np.array(backend.get(replica.gradient(*pair, 1, 0, training))) for pair in given]
+    whole, *shards = (vector[: replica.layouts[0].size].astype(np.float64) for vector in found)
+    return float(np.linalg.norm(whole - sum(shards)) / sum(map(np.linalg.norm, shards)))
+
+
+@pytest.mark.parametrize("name", suite.MODELS)
+def test_in_evaluation_mode_a_gradient_is_the_sum_over_shards(name: str) -> None:
+    """By this a loss is judged before a fit begins (training/measuring.py, which lets pass 0.01)."""
+    if suite.BACKEND == "mxnet" and name == "mlp_with_dropout":
+        assert far(name, training=False) > 0.01  # it has none without noise, which is seen
+        return
+    assert far(name, training=False) < 1e-4
+    if name in ("mlp_with_dropout", suite.NORMED):  # noise and statistics are the shard's
+        assert far(name, training=True) > 0.01

@@ -113,9 +113,13 @@ def test_a_gradient_that_depends_on_the_shards_is_refused_though_the_loss_does_n
         "the gradient of the first batch and that by its shards differ by 19.3%: the loss "
     )
     assert checked(mean_of_tokens, 5, trains=False, model=blank()).kind == MEAN  # an evaluation is right
-    assert checked(mean_of_tokens, 4, model=blank()).kind == MEAN  # each shard has the labels 0, 1, 2
+    assert (
+        checked(mean_of_tokens, 4, model=blank(), sampling="in_order").kind == MEAN
+    )  # each shard has the labels 0, 1, 2
     pairs = lambda output, y: (mean_of_tokens(output, y) * (1 + y).sum(), (1 + y).sum())  # noqa: E731
     assert checked(pairs, 5, model=blank()).kind == WEIGHTED
+    drawn = lambda output, y: mean_of_tokens(output, y) + (output * torch.randn_like(output)).mean()  # noqa: E731
+    assert checked(drawn, 5, model=blank()).kind == MEAN  # for weights of zero, its value is no noise
     frozen = lambda output, y: output.sum() * 0 + 1  # noqa: E731
     assert checked(frozen, 5, model=blank()).kind == MEAN  # no gradient at all is the same one
 

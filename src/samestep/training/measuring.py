@@ -23,6 +23,7 @@ from samestep.signals import heard
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica
+    from samestep.backends.layout import Numbers
     from samestep.data.examples import Arrays, Source
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
@@ -92,9 +93,9 @@ def checked(
         return measure
     by_shards = tree(losses) / tree(over[1:])
     if alike(by_shards, whole[0] / over[0]):
-        passes = [pass_.again(span) for span in spans] if trains else []
+        passes = [pass_.again(span) for span in (*spans, spans[1])] if trains and replica.slopes else []
         try:
-            (apart,) = backend.map([partial(_apart, replica, passes, over, key[0])])
+            (apart,) = backend.map([partial(_apart, replica, passes, over, key)])
         except OutOfMemory:
             return measure
         if not apart > slack:
@@ -115,16 +116,27 @@ def checked(
     )
 
 
-def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], key: int) -> float:
+def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], keys: Sequence[int]) -> float:
     """How far the gradient of a batch is from that by its shards, relative to those of the shards: of the passes, the first
-    is over the whole batch and each other one over a shard. In evaluation mode, where no noise and no batch norm differ.
+    is over the whole batch, and each other one over a shard; the last is over the first shard once more.
+
+    In evaluation mode, where there is no noise and no statistics of a batch. 0 if there is noise all the same.
     """
-    far, lengths = np.zeros(replica.layouts[0].size), 0.0
-    scales = [-1 / over[0], *[1 / tree_sum(over[1:])] * (len(over) - 1)]
-    for pass_, scale in zip(passes, scales, strict=False):
+    if not passes:
+        return 0.0
+    size, get = replica.layouts[0].size, replica.backend.get
+
+    def gradient(pass_: Pass, key: int) -> Numbers:
         x, y = pass_.shard(pass_.spans[0], replica.device)
-        vector = replica.backend.get(replica.gradient(x, y, key, 0, training=False))
-        gradient = vector[: len(far)].astype(np.float64) * scale
-        far += gradient
-        lengths += float(np.linalg.norm(gradient)) * (scale > 0)
-    return float(np.linalg.norm(far)) / lengths if lengths else 0.0
+        return get(replica.gradient(x, y, key, 0, training=False))[:size].astype(np.float64)
+
+    far, lengths, (whole, *parts, again) = np.zeros(size), 0.0, passes
+    for i, pass_ in enumerate(parts):
+        found = gradient(pass_, keys[0])
+        if i == 0 and not np.array_equal(found, gradient(again, keys[1]), equal_nan=True):
+            return 0.0
+        far += found
+        lengths += float(np.linalg.norm(found))
+    total = tree_sum(over[1:])
+    far = far / total - gradient(whole, keys[0]) / over[0]
+    return float(np.linalg.norm(far)) * total / lengths if lengths else 0.0

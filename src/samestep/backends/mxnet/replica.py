@@ -65,6 +65,7 @@ class MxnetReplica(Replica):
         self.state = [Flat.of(names, values, home) for names in groups.values()]
         self.layouts = [flat.layout for flat in [self.weights, *self.state]]
         self._fingerprint = Fingerprint([idle_view(vector) for vector in self.vectors])  # they never move in memory
+        self.slopes = not self.state
 
     @property
     def vectors(self) -> list[Vector]:
@@ -73,12 +74,12 @@ class MxnetReplica(Replica):
     # One shard
 
     def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Vector:
-        lane = self._lane(shard, training)
+        lane = self._lane(shard, training=True)  # in evaluation mode, the gradients of pooling and RNNs are wrong
         dtype, start = self.layouts[0].dtype, self.layouts[0].size
         with lane.context:
             x, y = self._given(x, y, lane)
             with drawn_from(key, lane.context, lane.graphs):
-                with autograd.record(training):
+                with autograd.record():
                     numbers = self.backend.measured(self.measure, lane.block(*passed(x, self.measure.style)), y)
                 numbers[0].backward()
             lane.gather()

@@ -18,6 +18,7 @@ import paddle
 from paddle.base import unique_name
 from paddle.base.framework import EagerParamBase
 from paddle.nn.clip import merge_selected_rows
+from paddle.nn.layer.rnn import RNNBase
 
 from samestep.backends.base import Replica
 from samestep.backends.calling import spread
@@ -76,6 +77,7 @@ class PaddleReplica(Replica):
         self._around = [([zeros[:i]] * (i > 0), [zeros[i + 1 :]] * (i + 1 < shards)) for i in range(shards)]
         self._fingerprint = Fingerprint([numpy_view(vector) for vector in self.vectors])  # they never move in memory
         self.lane, self.side_by_side = Lanes(self._new_lane), True
+        self.slopes = not any(isinstance(layer, RNNBase) for layer in model.sublayers(include_self=True))
         self._noise = {training: PaddleNoise() for training in (True, False)}
 
     @property

@@ -110,9 +110,10 @@ def checked(
     ((_, traces),) = backend.map([partial(replica.inside, *again)])
     if len(set(traces)) > 1:
         return measure  # it is another program each time it is traced: the rehearsal tells
+    how = "Return (sum, weight) from it" if settings.loss else "Pass loss=f(output, batch) that returns (sum, weight)"
     raise Invalid(
-        f"{told}: the loss couples examples, or is a mean over something else. Return (sum, weight) from it, which are added "
-        "up over the shards and then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
+        f"{told}: the loss couples examples, or is a mean over something else. {how}, which are added up over the shards and "
+        "then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
     )
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 Tree = Any  # an array, or a tuple, list or dictionary of trees
 
 
 def paths(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The arrays of a tree, each with where it lies.
+    """The arrays of a tree, each with where it lies; and what holds none, as it is.
 
     >>> list(paths({"ids": 1, "pair": (2, 3)}, "x"))
     [("x['ids']", 1), ("x['pair'][0]", 2), ("x['pair'][1]", 3)]
     """
-    if isinstance(tree, (Mapping, tuple, list)):
+    if isinstance(tree, (Mapping, tuple, list)) and len(tree):
         for key, inner in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from paths(inner, f"{name}[{key!r}]")
     else:
@@ -22,9 +23,9 @@ def paths(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """The arrays of a tree."""
+    """The arrays of a tree. Those of a dictionary come by its sorted keys: trees of one structure give them in one order."""
     if isinstance(tree, (Mapping, tuple, list)):
-        inside = tree.values() if isinstance(tree, Mapping) else tree
+        inside = [tree[key] for key in sorted(tree, key=repr)] if isinstance(tree, Mapping) else tree
         return [leaf for inner in inside for leaf in leaves(inner)]
     return [tree]
 
@@ -44,16 +45,15 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 
 def filled(tree: Tree, arrays: Iterable[Any]) -> Tree:
-    """A tree of this structure with other arrays."""
-    given = iter(arrays)
-    return mapped(lambda _: next(given), tree)
+    """A tree of this structure with other arrays, which come in the order of `leaves`."""
+    number = count()
+    numbered = mapped(lambda _: next(number), tree)
+    return mapped(dict(zip(leaves(numbered), arrays, strict=True)).__getitem__, numbered)
 
 
 def first(tree: Tree) -> Any:
     """The first array of a tree."""
-    while isinstance(tree, (Mapping, tuple, list)):
-        tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
-    return tree
+    return leaves(tree)[0]
 
 
 def length(tree: Tree) -> int:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import samestep as ss
 from samestep import draws
 from samestep.backends.torch.backend import backend
 from samestep.data.examples import Data
 from samestep.data.feed import Feed
+from samestep.data.origins import HUGGING_FACE
 from samestep.devices import Device, cpu, gpu
 from samestep.errors import DevicesDiffer, Invalid, SamestepError, WrongType
 from samestep.trees import leaves, mapped
@@ -183,11 +185,25 @@ def test_the_identity_of_trees() -> None:
 
 # What is refused
 
+
+class Frame:
+    """What a DataFrame is, as far as it is looked at."""
+
+    shape, __getitem__, __len__, to_numpy = (N, 3), IMAGE.__getitem__, IMAGE.__len__, IMAGE.copy
+
+
+class Rows(Frame):
+    __module__ = HUGGING_FACE
+
+
+PAD = "(pad is for items that are read one by one)"
 LINES: list[tuple[Any, type[SamestepError], str]] = [
     (({"a": IMAGE, "b": IDS[1:]}, SMALL), Invalid,
-     "train: all arrays must be of one length, got 20 in x['a'], 19 in x['b'], 20 in y"),
-    (([IMAGE, IDS], SMALL[:9]), Invalid, "train: all arrays must be of one length, got 20 in x[0], 20 in x[1], 9 in y"),
-    ({"a": IMAGE, "b": IDS[1:]}, Invalid, "train: all arrays must be of one length, got 20 in ['a'], 19 in ['b']"),
+     f"train: all arrays must be of one length, got 20 in y and 19 in x['b'] {PAD}"),
+    (([IMAGE, IDS], SMALL[:9]), Invalid, f"train: all arrays must be of one length, got 20 in x[1] and 9 in y {PAD}"),
+    ({"a": IMAGE, "b": IDS[1:]}, Invalid, f"train: all arrays must be of one length, got 20 in ['a'] and 19 in ['b'] {PAD}"),
+    (([IMAGE[:n] for n in range(1, N)], SMALL), Invalid,
+     f"train: all arrays must be of one length, got 1 in x[0] and 2 in x[1] {PAD}"),
     (({"a": [1.0, 2.0]}, SMALL), WrongType, "train x['a'] must be an array, got list: convert it with np.asarray"),
     (({"a": None}, SMALL), WrongType, "train x['a'] must be an array, got NoneType: convert it with np.asarray"),
     ((IMAGE, {"a": np.float32(1)}), Invalid, "train y['a'] must have one row per example, got a single number"),
@@ -195,6 +211,11 @@ LINES: list[tuple[Any, type[SamestepError], str]] = [
      "train['text'] must be numbers, got an array of <U1: convert it, or encode it as numbers"),
     ({}, WrongType, "train must be an array, or hold arrays, got {}"),
     ((IMAGE, ()), WrongType, "train y must be an array, or hold arrays, got ()"),
+    (({"a": {}, "b": IMAGE}, SMALL), WrongType, "train x['a'] must be an array, or hold arrays, got {}"),
+    ((IMAGE, {"a": [SMALL, []]}), WrongType, "train y['a'][1] must be an array, or hold arrays, got []"),
+    ((Frame(), SMALL), WrongType, "train x must be an array, got Frame: convert it with to_numpy()"),
+    ({"train": Rows(), "test": Rows()}, WrongType,
+     "train['train'] must be an array, got Rows: pass one dataset alone, such as dataset['train']"),
     (((IMAGE, SMALL), (IMAGE[:5], SMALL[:5])), WrongType,
      "train must be a pair (x, y), got two pairs: write Data(train=(x, y), test=(x, y))"),
     ({"a": IMAGE[:0]}, Invalid, "train: there are no examples"),
@@ -223,6 +244,8 @@ READS: list[tuple[Any, str]] = [
     (one_bad(lambda i: {"a": IMAGE[i]}),
      "train: all examples must have the same parts, got train['a'], train['b'] in one and train['a'] in another"),
     (one_bad(lambda i: {"a": IMAGE[i], "b": "x"}), "train['b'] must be numbers, got text: remove it, or encode it as numbers"),
+    (one_bad(lambda i: {"a": {}, "b": 1}), "train['a'] must be an array, or hold arrays, got {}"),
+    (one_bad(lambda i: {"a": IMAGE[i], "b": ()}), "train['b'] must be an array, or hold arrays, got ()"),
     (one_bad(lambda i: {"a": IMAGE[i], "b": None}), "train['b'] must be an array or a number, got NoneType"),
     (one_bad(lambda i: {"a": IMAGE[i][None], "b": 1}),
      "train['a'] must have as many axes in all examples, got shapes (3,) and (1, 3)"),
@@ -274,3 +297,37 @@ def test_shards_that_are_not_alike_are_refused(change: Any) -> None:
         "Data(pad=...) fills up the shorter ones",
     ]
     assert str(caught.value) in lines
+
+
+def test_items_whose_keys_come_in_another_order_are_of_one_type() -> None:
+    whole = {"b": IMAGE, "a": IMAGE + 1, "labels": SMALL}
+    turned = Giving(lambda i: {key: whole[key][i] for key in sorted(whole, reverse=i % 2 == 1)})
+    plain = given(Data(Items(whole)), spans=[(i, i + 1) for i in range(N)])
+    assert told(given(Data(turned), spans=[(i, i + 1) for i in range(N)])) == told(plain)
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.one(a) - self.other(b)
+        return out
+
+
+def test_names_decide_and_not_the_order_of_keys() -> None:
+    """Of test examples, and of items: other items of a shard may come first."""
+    y, trainer = SMALL % 4, ss.Trainer(max_epochs=2, batch_size=8, shards=3, devices=2, progress=False)
+    x = {"a": IMAGE, "b": IMAGE[::-1]}
+    turned = Giving(lambda i: ({key: x[key][i] for key in sorted(x, reverse=i % 2 == 1)}, y[i]))
+    plain = trainer.fit(Two(), Data((x, y), (x, y)))
+    assert plain.fingerprint != plain.recipe["initial"]
+    for train, test in (((x, y), ({"b": x["b"], "a": x["a"]}, y)), (turned, turned)):
+        run = trainer.fit(Two(), Data(train, test))
+        assert (run.fingerprints, run.history[-1]["test_loss"]) == (plain.fingerprints, plain.history[-1]["test_loss"])
+    with pytest.raises(
+        Invalid, match=r"^test must have the structure of train: the model takes its examples in another"
+    ):
+        trainer.fit(Two(), Data((x, y), ((IMAGE, IMAGE), y)))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sources import X, Y
+from sources import Table, X, Y
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -105,6 +109,7 @@ class Pairs(BatchSampler):
 
 
 ORDER = "pass its dataset: the Trainer draws the order of examples"
+CUT = "train: this DataLoader has a batch_sampler, or batch_size=None"
 STREAM = "train must be read by index, not an IterableDataset: pass a map-style dataset or arrays"
 
 
@@ -118,9 +123,9 @@ STREAM = "train must be read by index, not an IterableDataset: pass a map-style 
          f"train: this DataLoader has an order of its own (WeightedRandomSampler): {ORDER}"),
         (DataLoader(TENSORS, sampler=SubsetRandomSampler(range(50))),
          f"train: this DataLoader has an order of its own (SubsetRandomSampler): {ORDER}"),
-        (DataLoader(TENSORS, batch_sampler=Pairs(SequentialSampler(TENSORS), 2, False)),
-         f"train: this DataLoader has an order of its own (Pairs): {ORDER}"),
-        (DataLoader(TENSORS, batch_size=None), f"train: this DataLoader has an order of its own (NoneType): {ORDER}"),
+        (DataLoader(TENSORS, batch_sampler=Pairs(SequentialSampler(TENSORS), 2, False)), f"{CUT}: {ORDER}"),
+        (DataLoader(TENSORS, batch_sampler=BatchSampler(RandomSampler(TENSORS), 20, False)), f"{CUT}: {ORDER}"),
+        (DataLoader(TENSORS, batch_size=None), f"{CUT}: {ORDER}"),
         (DataLoader(TENSORS, sampler=RandomSampler(TENSORS, num_samples=20)),
          f"train: this DataLoader draws 20 of 50 examples in an epoch: {ORDER}"),
     ],
@@ -136,6 +141,25 @@ def test_a_collate_fn_that_drops_an_example_is_refused() -> None:
     with pytest.raises(Invalid) as caught:
         source.read(np.arange(4))
     assert str(caught.value) == "train: its collate_fn was asked for 4 examples and gave 3 in x and 3 in y"
+
+
+GIVE = "train: its collate_fn must give a pair (x, y) or a dictionary, but it raised "
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "line"),
+    [
+        (TENSORS, lambda items: items[0]["q"], f"{GIVE}TypeError: tuple indices must be integers or slices, not str"),
+        (TENSORS, lambda items: 3, f"{GIVE}TypeError: cannot unpack non-iterable int object"),
+        (TENSORS, lambda items: (X[0], 1), f"{GIVE}TypeError: len() of unsized object"),
+        (Subset(TENSORS, [0, 99]), collated, "train[i] must give a pair (x, y), of one shape and type for all i, but Subset "
+         "raised IndexError: index 99 is out of bounds for dimension 0 with size 50"),
+    ],
+)  # fmt: skip
+def test_an_error_in_a_collate_fn_names_it(dataset: Any, collate: Any, line: str) -> None:
+    with pytest.raises(WrongType) as caught:
+        Source("train", DataLoader(dataset, collate_fn=collate)).read(np.arange(2))
+    assert str(caught.value) == line
 
 
 def test_a_collate_fn_and_what_pads_are_in_the_recipe() -> None:
@@ -201,6 +225,50 @@ def test_a_column_of_texts_is_named() -> None:
     assert str(caught.value) == "train['text'] must be numbers, got text: remove it, or encode it as numbers"
 
 
+# TensorFlow, in a process of its own
+
+INDEXED = """
+import numpy as np, keras, tensorflow as tf, samestep as ss
+x, y = np.random.default_rng(0).standard_normal((2, 40, 5)).astype("f4"), np.arange(40) % 3
+rows = tf.data.Dataset.from_tensor_slices((x[0], y))
+def checked(x, y):
+    tf.debugging.assert_less(y, tf.constant(1, tf.int64), "a label of mine")
+    return x, y
+for dataset in (rows.enumerate().map(lambda i, pair: pair), rows.map(checked)):
+    try:
+        ss.Data(dataset).train.read(np.array([1]))
+    except TypeError as error:
+        print(error)
+def fit(train, test):
+    keras.utils.set_random_seed(0)
+    a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")
+    model = keras.Model({"a": a, "b": b}, keras.layers.Dense(3)(a) - keras.layers.Dense(3)(b))
+    run = ss.Trainer(max_epochs=2, batch_size=16, shards=3, devices=2, progress=False).fit(model, ss.Data(train, test))
+    return run.fingerprint, run.history[-1]["test_loss"]
+ab, ba = ({"a": x[0], "b": x[1]}, y), ({"b": x[1], "a": x[0]}, y)
+class Turned:
+    def __len__(self):
+        return 40
+    def __getitem__(self, i):
+        return {key: both[i] for key, both in (ab if i[0] % 2 else ba)[0].items()}, y[i]
+print(fit(ab, ab) == fit(ab, ba) == fit(Turned(), Turned()))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow")
+def test_tensorflow_tells_what_it_cannot_index_and_takes_arrays_by_name() -> None:
+    ran = subprocess.run([sys.executable, "-c", INDEXED], capture_output=True, text=True, check=False)
+    cannot = (
+        "train: TensorFlow cannot index this tf.data.Dataset (it has no elements by index): pass arrays or a source"
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    refused, raised, same = ran.stdout.splitlines()
+    assert refused == cannot
+    assert raised.startswith("train[1]: it raised InvalidArgumentError: ")
+    assert "a label of mine" in raised
+    assert same == "True"
+
+
 # Unequal lengths
 
 
@@ -221,6 +289,54 @@ def test_a_shard_is_filled_up_to_its_longest(settings: dict[str, Any], indices: 
     assert (x["ids"].tolist(), x["label"].tolist()) == (ids, indices)
     assert x["ids"].dtype == np.int64
     assert data.train.identity()["sample"]  # also if four examples are shorter than all that are looked at
+
+
+class Lists(Dataset):  # type: ignore[type-arg]
+    """IDS in lists, in pairs and tuples, or after another key."""
+
+    def __init__(self, give: Any) -> None:
+        self.give = give
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return self.give(i)
+
+
+@pytest.mark.parametrize("read", [[2], [2, 2], [1, 2], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("transform", [None, lambda *given: given[0] if len(given) == 2 else given[:2]])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Columns(ids=IDS),
+        Columns(ids=[IDS[2], *IDS[1:]]),
+        Lists(lambda i: {"ids": IDS[i]}),
+        Lists(lambda i: {"ids": IDS[i], "more": np.float32(i)} if i else {"more": np.float32(i), "ids": []}),
+        Lists(lambda i: ((np.float32(i), IDS[i]), i)),
+    ],
+    ids=["columns", "first is empty", "lists", "another order", "tuples"],
+)
+def test_an_empty_list_has_the_type_of_the_others(dataset: Any, transform: Any, read: list[int]) -> None:
+    """Whichever examples are in its shard, and whoever reads it."""
+    source = Data(dataset, pad=0, transform=transform).train
+    for copied in (source, copy.copy(source)):
+        x, y = copied.read(np.array(read))
+        ids, others = (x["ids"], x.get("more", np.float32())) if y is x else (x[1], x[0])
+        assert (ids.dtype, others.dtype) == (np.int64, np.float32)
+        assert ids.shape == (len(read), max(len(dataset_ids(dataset, i)) for i in read))
+
+
+def dataset_ids(dataset: Any, i: int) -> Any:
+    if isinstance(dataset, Columns):
+        return dataset.columns["ids"][i]
+    given = dataset[i]
+    return given["ids"] if isinstance(given, dict) else given[0][1]
+
+
+def test_lists_that_are_empty_in_all_examples_stay_as_they_are() -> None:
+    x, _ = Data(Columns(ids=IDS, none=[[]] * 4), pad=0).train.read(np.array([2]))
+    assert (x["ids"].dtype, x["none"].dtype, x["none"].shape) == (np.int64, np.float32, (1, 0))
 
 
 class Ragged(Dataset):  # type: ignore[type-arg]
@@ -295,6 +411,37 @@ def test_unequal_lengths_are_refused(dataset: Any, settings: dict[str, Any], lin
     with pytest.raises(SamestepError) as caught:
         Data(dataset, **settings).train.read(indices)
     assert str(caught.value) == line
+
+
+WHOLE = "is for items read one by one, and these are whole batches: pad them first"
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "line"),
+    [
+        ((X, Y), {"pad": 0}, f"pad=0 {WHOLE}"),
+        (Table(), {"pad": {"x": 1}}, f"pad={{'x': 1}} {WHOLE}"),
+        (DataLoader(TENSORS, 16, collate_fn=collated), {"pad": 0, "pad_to": 64}, f"pad=0 {WHOLE}"),
+        (TENSORS, {"pad_to": 8}, "pad_to=8 needs pad, the number to fill up with, such as pad=0"),
+        (TENSORS, {"pad": {"y": 0, "zz": 0}}, "pad must name parts of train (x, y), got pad={'y': 0, 'zz': 0}"),
+        (Columns(ids=IDS), {"pad": {"id": 0}}, "pad must name parts of train (ids), got pad={'id': 0}"),
+    ],
+)  # fmt: skip
+def test_padding_that_would_do_nothing_is_refused(train: Any, settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        Data(train, **settings).train.read(np.arange(1))
+    assert str(caught.value) == line
+
+
+def test_padding_may_be_for_one_of_the_two_and_for_what_a_transform_makes() -> None:
+    assert Data((X, Y), TENSORS, pad=0).test.pad == Data(TENSORS, (X, Y), pad=0).train.pad == 0
+    data = Data(
+        {"ids": X}, {"ids": X}, transform=lambda b, rng: b | {"n": b["ids"][: rng.integers(1, 4)]}, pad={"n": 0}
+    )
+    assert data.train.read(np.arange(9))[0]["n"].shape == (9, 3)
+    assert data.test.read(np.arange(9))[0].keys() == {"ids"}
+    data = Data(Columns(ids=IDS[:1] * 4), transform=lambda b, rng: b | {"n": b["ids"]}, pad={"n": 0})
+    assert data.train.identity()["sample"]  # looks at them as they are before the transform
 
 
 def test_what_pads_is_checked() -> None:

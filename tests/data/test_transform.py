@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 
@@ -162,6 +163,29 @@ def test_a_wrong_transform_is_told_in_one_line(transform: Any, line: str) -> Non
         Data({"x": X}, transform=lambda batch, rng: [batch]).train.read(np.arange(1))
 
 
+@pytest.mark.parametrize(
+    ("train", "transform", "line"),
+    [
+        ((X, Y), lambda x, y: (x, y), "(x, y, rng), but: too many positional arguments"),
+        (TENSORS, lambda batch, rng: batch, "(x, y, rng), but: too many positional arguments"),
+        ({"x": X}, lambda x, y, rng: (x, y), "(batch, rng), but: missing a required argument: 'rng'"),
+        (Table(), lambda x, y, *, rng: (x, y), "(x, y, rng), but: too many positional arguments"),
+    ],
+)
+def test_a_transform_of_another_form_is_told_in_one_line(train: Any, transform: Any, line: str) -> None:
+    with pytest.raises(WrongType) as caught:
+        Data(train, transform=transform).train.read(np.arange(2))
+    assert str(caught.value) == f"train: transform must take {line}"
+
+
+def test_a_transform_without_a_signature_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = inspect.signature
+    with pytest.raises(ValueError, match="no signature"):
+        real(max)
+    monkeypatch.setattr("samestep.data.transform.inspect.signature", lambda function: real(max))
+    assert (Data((X, Y), transform=lambda x, y, rng: (x + 1, y)).train.read(np.arange(2))[0] == X[:2] + 1).all()
+
+
 def test_shards_of_different_shapes_are_refused() -> None:
     data = Data((X, np.arange(50) % 2), transform=lambda x, y, rng: (x[: 1 + y], y))
     with pytest.raises(
@@ -202,6 +226,9 @@ def test_the_code_of_a_transform_is_in_the_recipe() -> None:
 def test_a_transform_that_no_worker_can_get_is_run_by_a_thread() -> None:
     data = Data(Table(), transform=lambda x, y, rng: jitter(x, y, rng))
     with pytest.warns(UserWarning, match=r"^workers=2: one thread reads train instead, as no worker can get it"):
+        assert (read(data, np.arange(50), 9, workers=2) == by_hand(0, 0, range(50))).all()
+    data = Data((X, Y), transform=lambda x, y, rng: jitter(x, y, rng), readers=3)
+    with pytest.warns(UserWarning, match=r"^workers=2: 3 threads read train instead, as no worker can get it"):
         assert (read(data, np.arange(50), 9, workers=2) == by_hand(0, 0, range(50))).all()
 
 
@@ -263,6 +290,19 @@ def test_readers_0_and_workers_contradict_each_other() -> None:
 
 
 def test_the_same_examples_may_be_in_other_data() -> None:
-    one = Data(Table(), transform=jitter, readers=2)
-    other = Data(one.train)
-    assert (other.train.transform, other.train.readers, one.train.readers) == (None, None, 2)
+    """As they are, unless something is given anew; what is tested on is not transformed."""
+
+    def told(part: Any) -> Any:
+        return part.transform and part.transform.function, part.readers, part.pad, part.pad_to
+
+    def other(x: Any, y: Any, rng: Any) -> Any:
+        return x, y
+
+    one = Data(Table(), TENSORS, transform=jitter, readers=2, pad=0, pad_to=4)
+    assert told(Data(one.train).train) == told(one.train) == (jitter, 2, 0, 4)
+    again = Data(one.train, one.train, transform=other, readers=0, pad=1)
+    assert (told(again.train), told(again.test)) == ((other, 0, 1, 4), (None, 0, 1, 4))
+    assert (again.train.transform.pad, again.train.transform.pad_to) == (1, 4)
+    assert told(Data(one.test, pad_to=2).train) == (None, 2, 0, 2)
+    assert (Data(one.train).train.read(np.arange(9), 0, 1)[0][:, :5] == by_hand(0, 1, range(9))).all()
+    assert told(one.train) == (jitter, 2, 0, 4)

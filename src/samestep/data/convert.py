@@ -82,6 +82,8 @@ def as_batch(name: str, given: Any, short: bool = False) -> Tree:
 def _as_numpy(name: str, tree: Tree, short: bool, then: Callable[[Numbers], Numbers] = np.asarray) -> Tree:
     if isinstance(tree, np.ndarray):  # at once, as most are
         return then(real(name, tree))
+    if isinstance(tree, (Mapping, tuple)) and not tree:
+        raise WrongType(f"{name} must be an array, or hold arrays, got {tree}")
     if isinstance(tree, Mapping):
         return {key: _as_numpy(f"{name}[{key!r}]", inner, short, then) for key, inner in tree.items()}
     if isinstance(tree, (tuple, list)) and not _lists_numbers(tree):
@@ -128,7 +130,7 @@ def _stacked(label: str, parts: list[Numbers], pad: Pad, pad_to: int) -> Numbers
     shapes = list(dict.fromkeys(part.shape for part in parts))
     if len({len(shape) for shape in shapes}) > 1:
         raise WrongType(f"{label} must have as many axes in all examples, got shapes {shapes[0]} and {shapes[1]}")
-    filling = _filling(label, pad)
+    filling = pad.get(key_of(label)) if isinstance(pad, Mapping) else pad
     if filling is not None:
         sizes = [set(sizes) for sizes in zip(*shapes, strict=True)]
         step = [pad_to if axis == 0 or len(found) > 1 else 1 for axis, found in enumerate(sizes)]
@@ -155,14 +157,10 @@ def _holds(dtype: np.dtype[Any], value: int) -> bool:
     return bool(least <= value <= most)
 
 
-def _filling(label: str, pad: Pad) -> float | None:
-    return pad.get(_key(label)) if isinstance(pad, Mapping) else pad
-
-
-def _key(label: str) -> str:
+def key_of(label: str) -> str:
     """The key of an array in the innermost dictionary that it lies in; x or y if it lies in none.
 
-    >>> _key("train x['pair']['ids'][0]"), _key("train y[1]")
+    >>> key_of("train x['pair']['ids'][0]"), key_of("train y[1]")
     ('ids', 'y')
     """
     inner = re.sub(r"(\[\d+\])+$", "", label)

@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from samestep.backends import arrays
 from samestep.backends.find import frameworks_of, load, of_array
 from samestep.checks import show, whole
 from samestep.content import WHOLE, Content
-from samestep.data.convert import Pad, as_batch, halves, named, numbers, real, rows, stack
+from samestep.data.convert import Pad, as_batch, halves, key_of, named, numbers, real, rows, stack
 from samestep.data.origins import HUGGING_FACE, TensorFlow, by_item, check_loader, of, opened, unloaded
 from samestep.data.transform import Transform
 from samestep.errors import Invalid, SamestepError, WrongType
@@ -38,7 +39,7 @@ class Data:
 
     transform   f(x, y, rng) -> (x, y) for each training example as it is read; f(batch, rng) -> batch for dictionaries
     readers     how many threads may read at a time; 0: the one that runs the fit; None: one, or several for arrays
-    pad         what shorter arrays of a shard are filled up with: a number, or one for each key
+    pad         what shorter arrays of a shard are filled up with, of items or after a transform: a number, or one for each key
     pad_to      fill up to a multiple of this length
 
     >>> Data(train=(np.zeros((6, 2), "float32"), np.arange(6)))
@@ -57,7 +58,11 @@ class Data:
         pad = trees.mapped(lambda one: one.item() if isinstance(one, np.number) else one, pad)  # as recipes can hold it
         readers, pad_to = None if readers is None else whole("", "readers", readers), whole("", "pad_to", pad_to, 1)
         self.train = examples("train", train).with_settings(readers, pad, pad_to, transform)
-        self.test = None if test is None else examples("test", test).with_settings(readers, pad, pad_to)
+        self.test = None if test is None else examples("test", test).with_settings(readers, pad, pad_to, False)
+        if pad_to > 1 and self.train.pad is None:
+            raise Invalid(f"pad_to={pad_to} needs pad, the number to fill up with, such as pad=0")
+        if pad is not None and not any(part.by_item or part.transform for part in (self.train, self.test) if part):
+            raise Invalid(f"pad={show(pad)} is for items read one by one, and these are whole batches: pad them first")
 
     def __repr__(self) -> str:
         return f"Data(train={len(self.train)} examples, test={f'{len(self.test)} examples' if self.test else None})"
@@ -69,15 +74,18 @@ class Examples(ABC):
     name: str
     thread_safe = False
     in_memory = False
+    by_item = False  # whether items are stacked here
     readers: int | None = None
     pad: Pad = None
     pad_to = 1
     transform: Transform | None = None
 
-    def with_settings(self, readers: int | None, pad: Pad, pad_to: int, transform: Any = None) -> Any:
+    def with_settings(self, readers: int | None, pad: Pad, pad_to: int, transform: Any) -> Any:
         new = copy.copy(self)  # the same examples may be in other data
-        new.readers, new.pad, new.pad_to, new.thread_safe = readers, pad, pad_to, self.thread_safe or bool(readers)
-        new.transform = None if transform is None else Transform(self.name, transform, pad, pad_to)
+        new.readers, new.pad = self.readers if readers is None else readers, self.pad if pad is None else pad
+        new.pad_to, new.thread_safe = self.pad_to if pad_to == 1 else pad_to, self.thread_safe or bool(readers)
+        function = self.transform.function if transform is None and self.transform else transform  # False: without one
+        new.transform = Transform(self.name, function, new.pad, new.pad_to) if callable(function) else None
         return new
 
     @abstractmethod
@@ -93,14 +101,13 @@ class Examples(ABC):
 
     def read(self, indices: NDArray[np.int64], seed: int = 0, epoch: int = 0) -> tuple[Tree, Tree]:
         """x and y of these examples; of dictionaries, both are the dictionary."""
-        if self.transform:
-            return self.transform.stacked(self.items(indices), indices, seed, epoch)
-        return halves(self.fetch(indices))
-
-    @property
-    def of_one_shape(self) -> bool:
-        """Whether examples of different shapes are a mistake."""
-        return self.pad is None and self.transform is not None
+        done = self.transform.stacked(self.items(indices), indices, seed, epoch) if self.transform else None
+        x, y = done or halves(self.fetch(indices))
+        if self.name == "train" and isinstance(self.pad, Mapping):  # test examples may lack what a transform makes
+            keys = {key_of(label) for label, _ in named("", x if y is x else (x, y))}
+            if not self.pad.keys() <= keys:
+                raise Invalid(f"pad must name parts of train ({', '.join(sorted(keys))}), got pad={self.pad}")
+        return x, y
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
@@ -127,24 +134,26 @@ class Arrays(Examples):
         self.batch = batch
         found = dict(named(name, batch))
         for label, array in found.items():
-            if not hasattr(array, "shape") or not hasattr(array, "__getitem__"):
+            if isinstance(array, (Mapping, tuple, list)):
+                raise WrongType(f"{label} must be an array, or hold arrays, got {show(array)}")
+            ours = isinstance(array, (np.ndarray, np.generic)) or frameworks_of(array)
+            if not ours or not hasattr(array, "shape") or not hasattr(array, "__getitem__"):
                 whole = re.sub(r"(\[\d+\])+$", "", label)  # of a list of numbers, not each number
                 kind = type(array).__name__ if whole == label else "list"
-                raise WrongType(f"{whole} must be an array, got {kind}: convert it with np.asarray")
+                how = "convert it with " + ("to_numpy()" if hasattr(array, "to_numpy") else "np.asarray")
+                how = "pass one dataset alone, such as dataset['train']" if of(array, HUGGING_FACE) else how
+                raise WrongType(f"{whole} must be an array, got {kind}: {how}")
             if len(array.shape) == 0:
                 raise Invalid(f"{label} must have one row per example, got a single number")
             real(label, array)
-        parts = {name: batch} if self.x is self.y else {f"{name} x": self.x, f"{name} y": self.y}
-        for label, part in parts.items():
-            if not trees.leaves(part):
-                raise WrongType(f"{label} must be an array, or hold arrays, got {show(part)}")
         short = {label.removeprefix(name).strip(): array for label, array in found.items()}
         lengths = {label: len(array) for label, array in short.items()}
         if len(set(lengths.values())) > 1:
             if lengths.keys() == {"x", "y"}:
                 told = f"x and y must be of one length, got {lengths['x']} examples and {lengths['y']} labels"
             else:
-                told = f"all arrays must be of one length, got {', '.join(f'{n} in {at}' for at, n in lengths.items())}"
+                two = " and ".join([*{n: f"{n} in {at}" for at, n in lengths.items()}.values()][:2])
+                told = f"all arrays must be of one length, got {two} (pad is for items that are read one by one)"
             raise Invalid(f"{name}: {told}")
         if len(self) == 0:
             raise Invalid(f"{name}: there are no examples")
@@ -182,29 +191,25 @@ class Source(Examples):
         self.name, (self.source, self.collate, self.loader) = name, unloaded(name, source)
         source = self.source
         self.thread_safe = getattr(source, "thread_safe", False) is True
-        self.by_item = by_item(source) or self.loader is not None
+        self.by_item = self.collate is None and (by_item(source) or self.loader is not None)
         single = isinstance(source, type) or getattr(source, "shape", None) == ()  # these only seem to have a length
         if single or not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-            raise WrongType(
-                f"{name} must be a pair (x, y) or a source with len() and [indices], got {type(source).__name__}"
-            )
+            told = f"{name} must be a pair (x, y) or a source with len() and [indices]"
+            raise WrongType(f"{told}, got {type(source).__name__}")
         if len(source) == 0:
             raise Invalid(f"{name}: there are no examples")
 
     def __len__(self) -> int:
         return len(self.source)
 
-    @property
-    def of_one_shape(self) -> bool:
-        return self.pad is None and (self.transform is not None or (self.by_item and not self.collate))
-
     def fetch(self, indices: NDArray[np.int64]) -> Tree:
         with self._asking():
-            if self.by_item and not self.collate:
-                return stack(self.name, self._items(indices), self.pad, self.pad_to)
-            given = self.collate(self._raw(indices)) if self.collate else self.source[indices]
-            batch = as_batch(self.name, given)
-            lengths = {label.removeprefix(self.name).strip(): len(array) for label, array in named(self.name, batch)}
+            if self.by_item:
+                return stack(self.name, self.items(indices), self.pad, self.pad_to)
+            given = self._raw(indices) if self.collate else self.source[indices]
+            with self._asking(self.collate is not None):
+                batch = as_batch(self.name, self.collate(given) if self.collate else given)
+                lengths = {label.strip(): len(array) for label, array in named("", batch)}
         if set(lengths.values()) != {len(indices)}:
             gave = [f"{n} in {label}" for label, n in lengths.items() if n != len(indices) or len(lengths) == 2]
             asked, told = f"was asked for {len(indices)} examples", " and ".join(gave[:4]) or "nothing"
@@ -213,21 +218,38 @@ class Source(Examples):
         return batch
 
     def items(self, indices: NDArray[np.int64]) -> list[Tree]:
-        if not self.by_item or self.collate:
+        if not self.by_item:
             return super().items(indices)
         with self._asking():
-            return self._items(indices)
+            items = self._untyped(indices)
+            full = all(array.size for item in items for array in trees.leaves(item))
+            return items if full else [self._typed(item) for item in items]
 
-    def _items(self, indices: NDArray[np.int64]) -> list[Tree]:
+    def _untyped(self, indices: NDArray[np.int64]) -> list[Tree]:
         short = of(self.source, HUGGING_FACE)  # which gives Python's numbers for columns of any type
         return [as_batch(self.name, item, short) for item in self._raw(indices)]
+
+    def _typed(self, item: Tree) -> Tree:
+        types = (array.dtype if array.size else self._types.get(at, array.dtype) for at, array in named("", item))
+        return trees.mapped(lambda array: array.astype(next(types), copy=False), item)
+
+    @cached_property
+    def _types(self) -> dict[str, Any]:
+        """The type of each array, from the first of 1000 examples where it is not empty: an empty list has none."""
+        types: dict[str, Any] = {}
+        for i in np.unique(np.linspace(0, len(self) - 1, 1000).astype(np.int64)):  # whoever reads, and whichever shard
+            found = dict(named("", self._untyped(np.array([i]))[0]))
+            types = {label: array.dtype for label, array in found.items() if array.size} | types
+            if found.keys() <= types.keys():
+                break
+        return types
 
     def _raw(self, indices: NDArray[np.int64]) -> list[Any]:
         many = getattr(self.source, "__getitems__", None)
         return list(many(indices.tolist()) if many else map(self.source.__getitem__, indices.tolist()))
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _asking(self, collating: bool = False) -> Iterator[None]:
         """Ask the source, alone if it must be; what it does wrong is told in one line."""
         try:
             with nullcontext() if self.thread_safe else READING:
@@ -235,10 +257,12 @@ class Source(Examples):
         except SamestepError:
             raise
         except (TypeError, ValueError, IndexError) as error:
-            one = "[i] must give a pair (x, y), of one shape and type for all i"
-            many = "[indices] must give a pair of arrays (x, y) for an array of indices"
-            raised = f"{type(self.source).__name__} raised {type(error).__name__}: {error}"
-            raise WrongType(f"{self.name}{one if self.by_item else many}, but {raised}") from error
+            who = type(self.source).__name__
+            wanted = f"[indices] must give a pair of arrays (x, y) for an array of indices, but {who}"
+            if self.by_item or self.collate:
+                wanted = f"[i] must give a pair (x, y), of one shape and type for all i, but {who}"
+            wanted = ": its collate_fn must give a pair (x, y) or a dictionary, but it" if collating else wanted
+            raise WrongType(f"{self.name}{wanted} raised {type(error).__name__}: {error}") from error
         except Exception as error:
             if "SQLite objects created in a thread" not in str(error):
                 raise
@@ -307,13 +331,9 @@ def _sample(given: Examples) -> dict[str, object]:
     chosen = np.unique(np.linspace(0, len(given) - 1, SAMPLE).astype(np.int64))  # the same ones each time
     batch = given.fetch(chosen)
     again, once = given.fetch(chosen[:AGAIN]), trees.mapped(lambda array: array[:AGAIN], batch)
-    if _shapes(again) != _shapes(once):  # they are filled up to the longest, which is another one
+    if [a.shape for a in trees.leaves(again)] != [a.shape for a in trees.leaves(once)]:  # filled up to another longest
         once = given.fetch(chosen[:AGAIN])
     return {"sample": _sha256(batch) if _sha256(again) == _sha256(once) else None}
-
-
-def _shapes(batch: Tree) -> list[Any]:
-    return [array.shape for array in trees.leaves(batch)]
 
 
 def _sha256(batch: Tree) -> str:

@@ -91,8 +91,8 @@ class Feed:
                 try:
                     self._workers, threads = Workers(given, self._count), self._count
                 except Exception as error:
-                    instead = f"workers={self._count}: one thread reads {self.examples.name} instead"
-                    warnings.warn(f"{instead}, as no worker can get it: {error}", stacklevel=2)
+                    who = f"workers={self._count}: {'one thread reads' if threads == 1 else f'{threads} threads read'}"
+                    warnings.warn(f"{who} {self.examples.name} instead, as no worker can get it: {error}", stacklevel=2)
             self._readers = ThreadPoolExecutor(threads, NAME)
         return Pass(self, order, spans, epoch)
 
@@ -109,11 +109,11 @@ class Feed:
         """A shard as it was read, if it is like those before it."""
         name = self.examples.name
         check_labels(name, y, self.classes)
-        found = {label.strip(): array for label, array in named("", x if y is x else (x, y))}
+        found = {label.strip(): array for label, array in sorted(named("", x if y is x else (x, y)))}
         self._kinds.add(" with ".join(f"{label} of {array.dtype}" for label, array in found.items()))
         if len(self._kinds) > 1:
             raise WrongType(f"{name} must be of one type, got {' and '.join(sorted(self._kinds))}")
-        if self.examples.of_one_shape:
+        if self.examples.pad is None and (self.examples.by_item or self.examples.transform):
             self._shapes.add(" with ".join(f"{label} of {array.shape[1:]}" for label, array in found.items()))
             if len(self._shapes) > 1:
                 told = " and ".join(sorted(self._shapes))

@@ -66,10 +66,11 @@ def unloaded(name: str, given: Any) -> tuple[Any, Any, dict[str, Any] | None]:
     if not of(given, "torch.utils.data", "DataLoader"):
         return given, None, None
     unloaded(name, given.dataset)
-    sampler, cut = _theirs(given.sampler), _theirs(given.batch_sampler)
-    if sampler not in ("RandomSampler", "SequentialSampler") or cut != "BatchSampler":
-        own = type(given.sampler if cut == "BatchSampler" else given.batch_sampler).__name__
-        raise WrongType(f"{name}: this DataLoader has an order of its own ({own}): {ORDER}")
+    if given.batch_size is None:
+        raise WrongType(f"{name}: this DataLoader has a batch_sampler, or batch_size=None: {ORDER}")
+    sampler, theirs = type(given.sampler).__name__, type(given.sampler).__module__.startswith("torch.utils.data")
+    if sampler not in ("RandomSampler", "SequentialSampler") or not theirs:
+        raise WrongType(f"{name}: this DataLoader has an order of its own ({sampler}): {ORDER}")
     if len(given.sampler) != len(given.dataset):
         drawn = f"{len(given.sampler)} of {len(given.dataset)} examples"
         raise WrongType(f"{name}: this DataLoader draws {drawn} in an epoch: {ORDER}")
@@ -80,11 +81,6 @@ def unloaded(name: str, given: Any) -> tuple[Any, Any, dict[str, Any] | None]:
     collate = given.collate_fn
     theirs = getattr(collate, "__module__", "").startswith("torch.utils.data")
     return given.dataset, None if theirs else collate, settings
-
-
-def _theirs(thing: Any) -> str:
-    """The name of an object's class, if it is PyTorch's and not one of the user's."""
-    return type(thing).__name__ if type(thing).__module__.startswith("torch.utils.data") else ""
 
 
 def check_loader(name: str, loader: dict[str, Any], batch_size: int, sampling: str) -> None:
@@ -114,9 +110,8 @@ class TensorFlow:
         for below in _below(dataset):
             for word, what in (("Batch", "cuts batches"), ("Shuffle", "draws the order")):
                 if word in type(below).__name__:
-                    raise WrongType(
-                        f"{name}: pass the tf.data.Dataset from before {word.lower()}(): the Trainer {what}"
-                    )
+                    told = f"pass the tf.data.Dataset from before {word.lower()}(): the Trainer {what}"
+                    raise WrongType(f"{name}: {told}")
         self.length = int(dataset.cardinality())
         if self.length < 0:
             raise self._cannot("its length is not known")
@@ -129,8 +124,10 @@ class TensorFlow:
         try:
             with tf.device("cpu"):
                 return tf.data.experimental.at(self.dataset, i)
-        except tf.errors.UnimplementedError as error:
+        except (tf.errors.UnimplementedError, tf.errors.FailedPreconditionError) as error:
             raise self._cannot("it has no elements by index") from error
+        except tf.errors.InvalidArgumentError as error:  # of a function that it maps
+            raise WrongType(f"{self.name}[{i}]: it raised InvalidArgumentError: {error.message}") from error
 
     def _cannot(self, why: str) -> SamestepError:
         return WrongType(f"{self.name}: TensorFlow cannot index this tf.data.Dataset ({why}): pass arrays or a source")

@@ -6,6 +6,7 @@ or process the example is read, and there is no state that a checkpoint would ha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,12 @@ class Transform:
         return self.stacked(rows(batch, len(indices)), indices, seed, epoch)
 
     def stacked(self, items: Sequence[Tree], indices: NDArray[np.int64], seed: int, epoch: int) -> tuple[Tree, Tree]:
+        wanted = ["batch", "rng"] if isinstance(items[0], Mapping) else ["x", "y", "rng"]
+        try:
+            inspect.signature(self.function).bind(*wanted)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, TypeError):  # else it has no signature
+                raise WrongType(f"{self.name}: transform must take ({', '.join(wanted)}), but: {error}") from error
         numbered = zip(items, indices.tolist(), strict=True)
         done = [self._one(item, draws.example(seed, epoch, index)) for item, index in numbered]
         try:

@@ -55,7 +55,8 @@ class Fit:
         self.shape, self.measure = measured(settings, backend, model, data.train)
         if data.test:
             _, other = measured(settings, backend, model, data.test)  # an error comes now, and not after an epoch
-            if other != self.measure:
+            ways = [(m.kind, sorted(m.style) if isinstance(m.style, tuple) else m.style) for m in (other, self.measure)]
+            if ways[0] != ways[1]:
                 raise Invalid("test must have the structure of train: the model takes its examples in another way")
         labels = self.shape.labels
         self.feed = Feed(backend, data.train, devices, labels, settings.workers, settings.seed)

@@ -1,6 +1,7 @@
 """What is particular to JAX: its kinds of models, its compiled step, its threads, optax. Sameness is in conformance/."""
 
 import contextlib
+import dataclasses
 import doctest
 import functools
 import gc
@@ -41,6 +42,7 @@ from samestep.backends.jax.clients import computing
 from samestep.backends.jax.content import _told, content
 from samestep.backends.jax.fingerprint import fingerprint
 from samestep.backends.jax.program import jitted
+from samestep.backends.losses import Measure
 from samestep.backends.updaters import Mean
 from samestep.content import Content
 from samestep.data import feed as data
@@ -1109,6 +1111,30 @@ def test_a_loss_with_parameters_of_its_own_is_refused():
     assert backend.replica(model, Scaled(2.0), ss.cpu(), 2).shards == 2
     with pytest.raises(ss.SamestepError, match=r"depends on a parameter \(of Scaled\) that is not part of what is"):
         backend.replica(model, Scaled(nnx.Param(jnp.ones(2))), ss.cpu(), 2)
+    with pytest.raises(ss.SamestepError, match=r"depends on a parameter \(of Scaled\)"):
+        backend.replica(model, ss.per_shard(Scaled(nnx.Param(jnp.ones(2)))), ss.cpu(), 2)
+
+
+def test_a_loss_per_shard_need_not_be_hashable():
+    @dataclasses.dataclass
+    class Scaled:
+        scale: float
+
+        def __call__(self, output, y):
+            return (output * self.scale).mean()
+
+    model, x = Pair(lambda w, x: x * w, jnp.ones(2)), np.ones((4, 2), np.float32)
+    for loss in (Scaled(3.0), ss.per_shard(Scaled(3.0))):
+        run = ss.Trainer(1, 4, shards=2, devices="cpu", loss=loss, progress=False).fit(model, (x, np.zeros(4, int)))
+        assert run.history[0]["train_loss"] == 3.0
+
+
+def test_a_sum_over_the_classes_of_each_example_is_no_sum_over_examples():
+    loss, scores = functools.partial(optax.losses.dice_loss, reduction="sum"), jnp.arange(30.0).reshape(6, 5) / 9
+    y = jnp.eye(6)[:, :5]
+    shape = backend.described(Measure(loss), scores, y, np.asarray(y), "float32")
+    assert (shape.kind, loss(scores, y).shape) == ("mean", (6,))
+    assert backend.loss_of(Measure(loss, shape.kind), scores, y)[0] == loss(scores, y).sum()
 
 
 def test_shards_in_one_launch_need_room_for_all_of_them(monkeypatch):

@@ -56,6 +56,10 @@ def test_a_loss_gives_one_value_per_example_or_their_mean_or_their_sum() -> None
     y = np.zeros((4, 3))
     assert summed(np.float64(2.5), y) == summed(np.float64(2.5), y, reduction="mean") == 10
     assert summed(np.float64(2.5), y, reduction="sum") == 2.5
+    assert summed(np.array([1.0, 2.0, 4.0, 8.0]), y, reduction="sum") == 15  # over the classes of each, perhaps
+    for value, kind in ((np.ones(4), MEAN), (np.float64(1), SUM)):
+        loss = functools.partial(lambda output, y, reduction, value: value, reduction="sum", value=value)
+        assert described(loss, None, y).kind == kind
     assert summed(np.float64(2.5), y, reduction="sum_over_batch_size") == 10  # as Keras calls the mean
     assert summed(np.array([1.0, 2.0, 4.0, 8.0]), y) == 15
     assert summed(np.array([[1.0, 2.0], [4.0, 8.0], [0.0, 1.0], [2.0, 2.0]]), y) == 1.5 + 6 + 0.5 + 2
@@ -309,14 +313,19 @@ def test_whose_loss_it_is() -> None:
 
     for module in ("torch.nn.modules.loss", "keras.src.losses", "optax", "jax.numpy", "samestep.d2l.torch"):
         assert not losses.foreign(own(module))
-        assert not losses.foreign(functools.partial(own(module), 3))
+        assert losses.foreign(functools.partial(own(module), reduction=sum))  # it may be a sum now
     for module in ("__main__", "torchmetrics.functional", "my.torch", "builtins"):
         assert losses.foreign(own(module))
         assert losses.foreign(functools.partial(own(module), weight=3))
         assert not losses.foreign(losses.per_shard(own(module)))
     assert losses.foreign(own("optax.losses._self_supervised", "ntxent"))  # it couples examples
-    kinds = [type(name, (), {"__module__": "keras.src.losses.losses"}) for name in ("Dice", "MeanSquaredError")]
-    assert [losses.foreign(kind()) for kind in kinds] == [True, False]
+    assert losses.foreign(own("optax.losses._segmentation", "multiclass_generalized_dice_loss"))
+    for module in ("torch.jit._script", "torch._dynamo.eval_frame", "paddle.jit.dy2static.program_translator"):
+        assert losses.foreign(own(module))  # what is inside is not known
+    assert losses.foreign(functools.wraps(own("torch.nn.functional"))(own("torch.compiler")))
+    names = ("Dice", "Circle", "MeanSquaredError")
+    kinds = [type(name, (), {"__module__": "keras.src.losses.losses"}) for name in names]
+    assert [losses.foreign(kind()) for kind in kinds] == [True, True, False]
 
 
 def test_a_loss_per_shard() -> None:
@@ -334,3 +343,12 @@ def test_the_type_of_examples_in_a_tree() -> None:
     assert "is int64 and float32 and float64 and the model" in str(losses.convert("x", tree, "float32"))
     assert losses.not_floats(tree)
     assert not losses.not_floats([np.zeros(1)])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    class Arrays(Numpy):
+        def is_array(self, thing: object) -> bool:
+            return isinstance(thing, np.ndarray)
+
+    for pair in ((np.float32(1), 2), (np.int64(3), np.float16(4))):
+        assert Arrays()._pair("metric 'm'", pair) == pair

@@ -1161,3 +1161,19 @@ def test_state_of_any_type_survives(dtype, how, tmp_path):
 def test_bfloat16_is_refused():
     with pytest.raises(ss.SamestepError, match="the parameter 's' is of type .*bfloat16.*, which NumPy does not know"):
         fit(Holding(np.dtype([("bfloat16", np.uint16)])), x=SMALL)
+
+
+def test_a_loss_per_shard_with_parameters_is_refused():
+    class Scaled(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            self.scale = self.params.get("scale", shape=(1,))
+
+        def forward(self, output, y):
+            return (output * self.scale.data()).mean()
+
+    model = gluon.nn.Dense(2, in_units=2)
+    model.initialize()
+    for loss in (Scaled(), ss.per_shard(Scaled())):
+        with pytest.raises(ss.SamestepError, match=r"depends on a parameter \('.*scale' of the loss\)"):
+            backend.replica(model, loss, ss.cpu(), 2)

@@ -1197,6 +1197,12 @@ def over_weights():
         "chances, classes": (layer(soft_label=True, weight=counts), scores, chances, True),
         "smoothed": (layer(label_smoothing=0.1), scores, y, False),
         "smoothed, classes": (layer(label_smoothing=0.1, weight=counts), scores, y, True),
+        "smoothed, one-hot": (
+            layer(label_smoothing=0.1, weight=counts),
+            scores,
+            F.one_hot(y, 5).astype("float64"),
+            True,
+        ),
         "logs": (nn.NLLLoss(weight=counts, ignore_index=2), F.log_softmax(scores[:, 0]), y[:, 0], True),
         "a sum": (nn.NLLLoss(reduction="sum"), F.log_softmax(scores[:, 0]), y[:, 0], None),
         "none": (layer(reduction="none", weight=counts), scores, y, None),
@@ -1226,3 +1232,37 @@ def test_a_number_is_not_rounded_to_half_precision():
             number = backend.number(value, paddle.zeros([], kind))
             assert (str(number.dtype), number.shape) == (f"paddle.{wide}", [])
             assert float(number) == np.dtype(wide).type(257 if value == 257 else 0.1)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)])
+def test_ignored_labels_of_nll_are_left_out(shape):
+    """Against sums by hand: at an ignored label, Paddle's own gradient writes outside of its memory."""
+    random, places = np.random.default_rng(0), () if shape == (1,) else shape
+    scores, counts = random.normal(size=(6, 5, *places)), np.array([0.5, 2, 1, 3, 0.25])
+    y = random.integers(0, 5, (6, *shape))
+    y[1:3] = 2
+    for settings in ({}, {"weight": counts}, {"ignore_index": 2}, {"ignore_index": 2, "weight": counts}):
+        labels = y if "ignore_index" in settings else np.where(y == 2, -100, y)
+        weights = settings.get("weight", np.ones(5))[y] * (y != 2)
+        one = np.moveaxis(np.eye(5)[y] * weights[..., None], -1, 1).reshape(scores.shape)
+        output = paddle.to_tensor(scores, stop_gradient=False)
+        given = {name: paddle.to_tensor(value) if name == "weight" else value for name, value in settings.items()}
+        total, weight = weighted(nn.NLLLoss(**given), output, paddle.to_tensor(labels))
+        total.backward()
+        assert abs(float(total) + (scores * one).sum()) < 1e-13
+        assert abs(float(weight) - weights.sum()) < 1e-13
+        assert (output.grad.numpy() == -one).all()
+
+
+def test_a_loss_per_shard_with_parameters_is_refused():
+    class Scaled(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale = self.create_parameter([1])
+
+        def forward(self, output, y):
+            return (output * self.scale).mean()
+
+    for loss in (Scaled(), ss.per_shard(Scaled())):
+        with pytest.raises(ss.SamestepError, match=r"depends on a parameter \('scale' of the loss\)"):
+            backend.replica(nn.Linear(2, 2), loss, ss.cpu(), 2)

@@ -1307,6 +1307,35 @@ def test_losses_over_a_weight_are_those_of_keras(in_float64):
         assert (weight[0] is not None) == (i < 9 or i == 12)
 
 
+def test_weights_of_examples_may_have_a_last_axis_of_one():
+    """As Keras has it; they were once broadcast against the losses."""
+    random = np.random.default_rng(0)
+    scores, y, weights = tf.constant(random.normal(size=(6, 5))), random.integers(0, 5, 6), random.random((6, 1))
+    usual = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True, dtype="float64")
+    for loss in (usual(reduction="mean_with_sample_weight"), usual(ignore_class=2), usual()):
+        expected = float(loss(y, scores, sample_weight=weights))
+        for given in ((y, weights), [y, weights], [y, weights[:, 0]]):
+            total, weight = backend.loss_of(Measure(loss), scores, given)
+            assert abs(float(total) / float(6 if weight is None else weight) - expected) < 1e-14
+        if weight is not None:
+            with pytest.raises(
+                ss.SamestepError, match=r"^weights must have the shape of the loss, \(6,\), got \(6, 2\): "
+            ):
+                backend.loss_of(Measure(loss), scores, (y, np.ones((6, 2))))
+
+
+def test_the_default_loss_follows_masks(in_float64):
+    random = np.random.default_rng(0)
+    ids, labels = random.integers(0, 4, (6, 3)), random.integers(0, 5, (6, 3))
+    labels[0, 0], ids[0, 0] = -100, 1
+    layers = keras.layers.Embedding(4, 4, mask_zero=True, dtype="float64"), keras.layers.Dense(5, dtype="float64")
+    model = keras.Sequential(layers)
+    total, weight = backend.loss_of(Measure(), model(ids), tf.constant(labels))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-100)
+    assert weight == ((ids != 0) & (labels != -100)).sum()
+    assert abs(float(total) / float(weight) - float(loss(labels, model(ids)))) < 1e-14
+
+
 class Doubled(keras.losses.MeanSquaredError):
     def __call__(self, y_true, y_pred, sample_weight=None):
         return 2 * super().__call__(y_true, y_pred, sample_weight)

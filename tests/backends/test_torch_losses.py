@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import samestep as ss
 from samestep.backends.losses import Measure
 from samestep.backends.torch.backend import backend
 from samestep.backends.torch.losses import weighted
@@ -36,6 +37,7 @@ CASES = {
     "chances, one position": (F.cross_entropy, SCORES[..., 0], CHANCES[..., 0]),
     "logs": (nn.NLLLoss(), LOGS, SOME),
     "logs, classes": (partial(F.nll_loss, weight=COUNTS, ignore_index=1), LOGS, LABELS),
+    "compiled": (torch.compile(nn.CrossEntropyLoss(ignore_index=2), backend="eager"), SCORES, LABELS),
     "one label each": (nn.CrossEntropyLoss(COUNTS), SCORES[..., 0], SOME[:, 0]),
 }
 
@@ -74,7 +76,7 @@ def test_what_is_not_recognised_is_called_as_it_is() -> None:
     for loss in (
         Own(), nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss(reduction="none"), nn.MSELoss(), F.mse_loss,
         partial(F.cross_entropy, reduction="sum"), lambda output, y: F.cross_entropy(output, y),
-        partial(F.cross_entropy, SCORES),
+        partial(F.cross_entropy, SCORES), partial(F.cross_entropy, size_average=False), partial(nn.CrossEntropyLoss()),
     ):  # fmt: skip
         assert weighted(loss, SCORES, SOME) is None
     assert weighted(nn.CrossEntropyLoss(), SCORES, {"labels": SOME}) is None
@@ -98,3 +100,44 @@ def test_a_number_is_not_rounded_to_half_precision(value: Any) -> None:
         number = backend.number(value, torch.zeros((), dtype=kind))
         assert (number.dtype, number.shape, number.requires_grad) == (wide, (), False)
         assert number == torch.as_tensor(value, dtype=torch.float64).detach().to(wide)
+
+
+def test_labels_of_another_shape_are_pytorchs_own_error() -> None:
+    scores, labels = SCORES.reshape(6, 5, 3, 1), LABELS.reshape(6, 1, 3)
+    for loss in (nn.CrossEntropyLoss(), nn.NLLLoss(COUNTS)):
+        with pytest.raises(RuntimeError, match="size mismatch|size does not match"):
+            backend.loss_of(Measure(loss), scores, labels)
+
+
+def test_a_weight_of_classes_is_not_added_in_16_bits() -> None:
+    scores, y = torch.zeros(4099, 2, dtype=torch.bfloat16), torch.arange(4099) % 2
+    _, weight = backend.loss_of(Measure(nn.CrossEntropyLoss(torch.tensor([1.0, 1.0]).bfloat16())), scores, y)
+    assert float(weight) == 4099
+
+
+class Contrast(nn.Module):
+    """It couples examples, with a temperature that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, output: Any, y: Any) -> Any:
+        return F.cross_entropy(output @ output.T * self.scale, torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_loss_per_shard_is_trained_with_its_parameters(shards: int) -> None:
+    model, loss, x = nn.Linear(3, 4, dtype=torch.float64), Contrast(), SCORES[:, 0]
+    mean = torch.stack([loss(model(part), None) for part in x.chunk(shards)]).mean()
+    slopes = torch.autograd.grad(mean, [*model.parameters(), *loss.parameters()])
+    settings: Any = {"shards": shards, "devices": ["cpu"], "loss": ss.per_shard(loss), "optimizer": ss.sgd()}
+    run = ss.Trainer(1, 6, schedule=1.0, sampling="in_order", progress=False, **settings).fit(model, (x, LABELS[:, 0]))
+    assert run.history[0]["train_loss"] == pytest.approx(float(mean.detach()), abs=1e-13)
+    group = ss.Group(model, **settings)
+    group.step(x, LABELS[:, 0], lr=1.0)
+    for weights in (run.weights(), group.weights()):
+        before = {**dict(model.named_parameters()), "loss.scale": loss.scale}
+        assert weights.keys() == before.keys()
+        for (name, start), slope in zip(before.items(), slopes, strict=True):
+            assert abs(start.detach() - slope - torch.from_numpy(weights[name])).max() < 1e-12

@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from samestep.backends import layout as layouts
 from samestep.backends import workers
+from samestep.backends.losses import Measure
 from samestep.backends.torch import kernels, noise
 from samestep.backends.torch.backend import TorchBackend
 from samestep.backends.torch.bands import Bands, watched
@@ -486,7 +487,7 @@ def test_state_with_another_memory_is_put_back(where: int) -> None:
 def lane_of(tensor: nn.Parameter) -> Lane:
     module = nn.ModuleDict({"model": nn.Linear(2, 2)})
     module["model"].weight = tensor
-    return Lane(module, None, [], {"weight": tensor})
+    return Lane(module, Measure(), [], {"weight": tensor})
 
 
 @pytest.mark.parametrize("where", [0, 32])

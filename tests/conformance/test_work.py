@@ -8,6 +8,7 @@ import pytest
 import samestep as ss
 from conformance import suite
 from conformance.precision import computing_in
+from samestep.backends.losses import Measure
 
 work = importlib.import_module(f"conformance.zoo_work_{suite.BACKEND}")
 KIND = "cuda" if ss.num_gpus() else "cpu"
@@ -98,6 +99,42 @@ def test_a_sum_is_a_sum():
     assert run.recipe["loss_over"] == "sum"
 
 
+FLAT = X[0][:, 0]  # one position
+CHANCES = np.eye(CLASSES)[LABELS[:, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:size_average")
+def test_a_sum_of_the_framework_is_found():
+    expected = full(X[0][:, :1], LABELS[:, :1], np.ones((N, 1)), 1)
+    for loss, chances in work.sums().values():
+        check(work.Line, (FLAT, CHANCES if chances else LABELS[:, 0]), expected, PLACES[:4], loss=loss)
+
+
+def test_a_loss_of_the_framework_that_is_no_mean_over_examples_is_refused():
+    for loss, chances in work.tried().values():
+        with pytest.raises(ss.SamestepError, match="of the first batch .* couples examples"):
+            fit(work.Line, (FLAT, CHANCES if chances else LABELS[:, 0]), 3, 1, loss=loss)
+
+
+def test_a_negative_weight_is_a_weight():
+    def negative(output, y):
+        return tuple(-number for number in weighted(output, y))
+
+    data = X[0], {"labels": LABELS, "mask": MASK}
+    check(work.Line, data, full(X[0], LABELS, MASK), PLACES[2:5], loss=negative)
+    check(work.Line, data, full(X[0], LABELS, MASK), PLACES[2:4], loss=negative, optimizer=ss.sgd(momentum=0.9))
+
+
+def test_a_weight_is_not_counted_in_16_bits():
+    """4,099 would be 4,096 or 4,100."""
+    backend = importlib.import_module(f"samestep.backends.{suite.BACKEND}.backend").backend
+    y = np.arange(4102).reshape(1, -1) % 2
+    y[0, :3] = -100
+    scores = work.half(backend.put(np.zeros((1, 4102, 2), np.float32), ss.cpu()))
+    loss, weight = backend.loss_of(Measure(), scores, backend.put(y, ss.cpu()))
+    assert backend.get(backend.number(weight, loss)).item() == 4099
+
+
 def test_a_mean_over_something_else_is_refused():
     def tokens(output, y):
         return work.total(work.each(output, y) * work.real(y >= 0)) / work.total(work.real(y >= 0))
@@ -159,6 +196,16 @@ def test_a_whole_batch_as_one_dictionary():
     check(work.Own, batch, full(SUM, LABELS, np.ones(LABELS.shape)), PLACES[2:4])
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int32"])
+def test_labels_of_any_whole_numbers_in_a_dictionary(kind):
+    for labels in (LABELS, LABELS[:, 0]):
+        x = X if labels.ndim > 1 else X[:, :, 0]
+        batch = {"left": x[0], "labels": labels.astype(kind), "right": x[1]}
+        rows, each = x.sum(0).reshape(N, -1, FEATURES), labels.reshape(N, -1)
+        run = check(work.Named, batch, full(rows, each, np.ones(each.shape)), PLACES[2:4])
+    assert run.history[0]["train_accuracy"] == ((rows @ START).argmax(-1) == each).mean()
+
+
 def test_metrics_are_exact():
     def share(output, y):
         return work.exactly(output, y), y.shape[1] * work.total(work.real(y[:, 0] >= 0))
@@ -166,15 +213,19 @@ def test_metrics_are_exact():
     def nothing(output, y):
         return work.total(output) * 0, 0
 
+    def of_numpy(output, y):
+        return np.float32(1), np.int64(2)
+
     data = ss.Data((X[0], LABELS), (X[0], LABELS))
-    runs = [fit(work.Line, data, *place, metrics={"share": share, "no": nothing}) for place in PLACES[2:]]
+    metrics = {"share": share, "no": nothing, "numpy": of_numpy}
+    runs = [fit(work.Line, data, *place, metrics=metrics) for place in PLACES[2:]]
     expected = ((X[0] @ START).argmax(-1) == LABELS).mean()
     for run in runs:
         row = run.history[0]
         assert row["train_share"] == pytest.approx(expected, abs=1e-15)
         (weight,) = run.weights().values()
         assert row["test_share"] == pytest.approx(((X[0] @ weight).argmax(-1) == LABELS).mean(), abs=1e-15)
-        assert (row["train_no"], row["test_no"]) == (None, None)
+        assert (row["train_no"], row["test_no"], row["train_numpy"], row["test_numpy"]) == (None, None, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(

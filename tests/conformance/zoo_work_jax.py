@@ -1,5 +1,7 @@
 """A linear model of every form of input, and losses by hand, in JAX."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -52,3 +54,15 @@ def exactly(scores, labels):
 def standard(weights):
     """optax's give a value for every position: the mean of each example's mean."""
     return {"optax": (optax.softmax_cross_entropy_with_integer_labels, "means")}
+
+
+def half(scores):
+    return scores.astype("bfloat16")
+
+
+def tried():
+    return {"dice": (optax.losses.multiclass_generalized_dice_loss, True)}
+
+
+def sums():
+    return {"reduced": (partial(optax.losses.ranking_softmax_loss, reduce_fn=jnp.sum), True)}

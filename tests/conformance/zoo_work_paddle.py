@@ -65,3 +65,15 @@ def standard(weights):
         "a function": (F.cross_entropy, True),
         "a partial function": (partial(F.cross_entropy, weight=ours), weights),
     }
+
+
+def half(scores):
+    return scores  # Paddle's cross-entropy takes no 16 bits on a CPU
+
+
+def tried():
+    return {"partial": (partial(nn.CrossEntropyLoss(ignore_index=0)), False)}
+
+
+def sums():
+    return {"partial": (partial(F.cross_entropy, reduction="sum"), False)}

@@ -1,5 +1,6 @@
 """A linear model of every form of input, and losses by hand, in PyTorch."""
 
+import warnings
 from functools import partial
 
 import torch
@@ -65,3 +66,23 @@ class First(Line):
 
     def forward(self, x):
         return (x @ self.weight).movedim(-1, 1)
+
+
+def half(scores):
+    return scores.bfloat16()
+
+
+def tried():
+    """Losses of the framework that are no means over examples, where samestep cannot see it, and whether they take chances."""
+    with warnings.catch_warnings(action="ignore"):  # that it is deprecated
+        scripted = torch.jit.script(nn.CrossEntropyLoss(ignore_index=0))
+    return {
+        "partial": (partial(nn.CrossEntropyLoss(ignore_index=0)), False),
+        "scripted": (scripted, False),
+        "compiled": (torch.compile(partial(F.cross_entropy, ignore_index=0), backend="eager"), False),
+    }
+
+
+def sums():
+    """Sums of softmax cross-entropy, where samestep cannot see it, and whether they take chances."""
+    return {"as it was once called": (partial(F.cross_entropy, size_average=False), False)}

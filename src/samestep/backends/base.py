@@ -282,8 +282,8 @@ class Backend(Losses):
     @abstractmethod
     def zeros_like(self, vector: Vector) -> Vector: ...
     def choose(self, weight: Vector, new: Vector, old: Vector) -> Vector:
-        """`new` if a weight, a vector of one number, is above zero, else `old`."""
-        return new if self.get(weight)[0] > 0 else old
+        """`new` if a weight, a vector of one number, is not zero, else `old`."""
+        return new if self.get(weight)[0] != 0 else old
 
     @abstractmethod
     def clip(self, vector: Vector, limit: float) -> Vector:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from samestep.backends.calling import Style
 from samestep.errors import Invalid, WrongType
 from samestep.trees import Tree, first, paths
@@ -19,8 +21,8 @@ IGNORED = -100  # a label that does not count, as PyTorch and Hugging Face have 
 KNOWN = {"torch", "jax", "optax", "keras", "tensorflow", "paddle", "mxnet", "samestep"}
 # Some are not: these couple examples, are sums, or means over the labels that are not ignored.
 BUT = {
-    "ntxent", "circle", "CircleLoss", "dice", "Dice", "tversky", "Tversky", "SDMLLoss", "sigmoid_focal_loss",
-    "LinearCrossEntropyLoss",
+    "ntxent", "circle", "Circle", "CircleLoss", "dice", "Dice", "tversky", "Tversky", "SDMLLoss", "sigmoid_focal_loss",
+    "LinearCrossEntropyLoss", "multiclass_generalized_dice_loss",
 }  # fmt: skip
 MEAN, SUM, WEIGHTED = "mean", "sum", "weighted"
 
@@ -38,6 +40,11 @@ class Measure:
     def of(given: Any) -> Measure:
         """What was given, or one for a loss."""
         return given if isinstance(given, Measure) else Measure(given)
+
+    @property
+    def function(self) -> Any:
+        """The loss itself, also if it is meant for a shard."""
+        return self.loss.function if isinstance(self.loss, PerShard) else self.loss
 
     @property
     def more(self) -> int:
@@ -90,10 +97,10 @@ def setting(loss: Any, name: str) -> Any:
 
 
 def foreign(loss: Any) -> bool:
-    """Whether somebody else than a framework has written a loss, or it is one that must be tried as those are."""
-    inner = loss.func if isinstance(loss, functools.partial) else loss
-    home = str(getattr(inner, "__module__", None) or type(inner).__module__)
-    known = home.partition(".")[0] in KNOWN and getattr(inner, "__name__", type(inner).__name__) not in BUT
+    """Whether somebody else than a framework has written a loss, or it must be tried as those are: if wrapped, for example."""
+    home = str(getattr(loss, "__module__", None) or type(loss).__module__).split(".")  # of a partial: functools
+    wrapped = hasattr(loss, "__wrapped__") or {"jit", "_dynamo"} & {*home}
+    known = home[0] in KNOWN and not wrapped and getattr(loss, "__name__", type(loss).__name__) not in BUT
     return not isinstance(loss, PerShard) and not known
 
 
@@ -184,7 +191,7 @@ class Losses(ABC):
 
     def loss_of(self, measure: Measure, output: Any, y: Tree) -> tuple[Array, Any]:
         """The sum over examples of the loss, and its weight, if it is one over a weight and not over the examples."""
-        loss = measure.loss.function if isinstance(measure.loss, PerShard) else measure.loss
+        loss = measure.function
         value = part(output, "loss") if loss is None else self.call_loss(loss, output, y)
         if value is None and loss is None:
             scores, labels = self.scores(output), self.labels(y)
@@ -206,7 +213,7 @@ class Losses(ABC):
 
     def _pair(self, what: str, value: Any) -> tuple[Array, Any]:
         numbers = isinstance(value, (tuple, list)) and len(value) == 2 and [
-            isinstance(one, (int, float)) or (self.is_array(one) and self.is_single(one)) for one in value]  # fmt: skip
+            isinstance(n, (int, float, np.generic)) or (self.is_array(n) and self.is_single(n)) for n in value]  # fmt: skip
         if not numbers or not all(numbers) or (what == "loss" and not self.is_array(value[0])):
             got = tuple(value.shape) if self.is_array(value) else type(value).__name__
             inside = f" of {', '.join(str(getattr(one, 'shape', one)) for one in value)}" if numbers else ""
@@ -277,7 +284,9 @@ class Losses(ABC):
             kind, classes = self._check_default(*shown, shape, whole)
         else:
             _, weight = self.loss_of(measure, output, y)
-            kind = WEIGHTED if weight is not None else SUM if setting(measure.loss, "reduction") == "sum" else MEAN
+            kind = WEIGHTED if weight is not None else MEAN
+            if setting(measure.loss, "reduction") == "sum" and self.is_single(self.call_loss(measure.loss, output, y)):
+                kind = SUM  # and not over the classes of each example
         for name, metric in measure.metrics:
             self._pair(f"metric {name!r}", metric(output, y))
         own = part(output, "loss") is not None if measure.loss is None else foreign(measure.loss)

@@ -191,7 +191,7 @@ class JaxBackend(Backend):
         return found[0]
 
     def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> JaxReplica:
-        loss = Measure.of(measure).loss
+        loss = Measure.of(measure).function
         if isinstance(loss, nnx.Module) and jax.tree.leaves(nnx.state(loss, nnx.Param)):
             raise not_trained(f"of {type(loss).__name__}")
         with self.explained():
@@ -230,7 +230,7 @@ class JaxBackend(Backend):
         return jax.lax.stop_gradient(jnp.asarray(value, jnp.promote_types(like.dtype, jnp.float32)).reshape(()))
 
     def choose(self, weight: Any, new: Any, old: Any) -> Any:
-        return jnp.where(weight > 0, new, old)
+        return jnp.where(weight != 0, new, old)
 
     def sum_of_means(self, value: Any) -> Any:
         # One formula for all shapes: XLA need not give another one the same bits.

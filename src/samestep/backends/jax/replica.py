@@ -60,7 +60,8 @@ class JaxReplica(Replica):
         vectors = [*self.trees[0].flatten(params), *self.trees[1].flatten(state)]
         self.replace([backend.put(vector, device) for vector in vectors])
         own = self.measure
-        wrapped = replace(own, loss=ById.wrap(own.loss), metrics=tuple((name, ById.wrap(f)) for name, f in own.metrics))
+        metrics = tuple((name, ById.wrap(f)) for name, f in own.metrics)
+        wrapped = replace(own, loss=ById.wrap(own.function), metrics=metrics)
         self.program = program(backend, self._adapter, wrapped, *self.trees, shards, device.kind)
         self.looped = device.kind in LOOPED and 1 < shards <= ROOM // (self.size * self.parameters.dtype.itemsize)
 

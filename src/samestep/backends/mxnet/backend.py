@@ -241,18 +241,18 @@ class MxnetBackend(Backend):
     def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
         scores, labels = as_nd(output), as_nd(y)
         axis = class_axis(scores.shape, labels.shape)
-        counts = (labels != IGNORED).astype(scores.dtype)
-        each = nd.pick(nd.log_softmax(scores, axis=axis), nd.maximum(labels, 0), axis=axis)
+        counts = (labels != IGNORED).astype(np.promote_types(scores.dtype, np.float32))
+        each = nd.pick(nd.log_softmax(scores, axis=axis), nd.maximum(labels, 0), axis=axis).astype(counts.dtype)
         return -(each * counts).sum(), counts.sum()
 
     def number(self, value: Any, like: Any) -> Any:
         dtype = np.promote_types(like.dtype, np.float32)
         if not isinstance(value, nd.NDArray):
-            return nd.full((1,), value, like.ctx, dtype)
+            return nd.full((1,), float(value), like.ctx, dtype)
         return as_nd(value).detach().astype(dtype).reshape((1,))
 
     def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
-        pair = isinstance(loss, gluon.loss.Loss) and isinstance(y, tuple)  # labels, and the weights of examples
+        pair = isinstance(loss, gluon.loss.Loss) and isinstance(y, (tuple, list))  # labels, and the weights of examples
         value = loss(output, *y) if pair else loss(output, y)
         if isinstance(value, (tuple, list)):
             return [as_nd(one) for one in value]

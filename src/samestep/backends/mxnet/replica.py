@@ -40,7 +40,7 @@ class MxnetReplica(Replica):
         self, backend: Backend, model: Block, measure: Any, device: Device, shards: int, home: Context, *lanes: Context
     ) -> None:
         super().__init__(backend, measure, device, shards)
-        loss = self.measure.loss
+        loss = self.measure.function
         for name in loss.collect_params() if isinstance(loss, Block) else ():
             raise not_trained(f"{name!r} of the loss")
         self._home, self._contexts = home, lanes

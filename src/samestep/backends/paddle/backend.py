@@ -231,12 +231,12 @@ class PaddleBackend(Backend):
     # Losses
 
     def cross_entropy(self, output: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(output, y, reduction="sum")
+        return F.cross_entropy(output, y.astype("int64"), reduction="sum")
 
     def by_position(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         axis = class_axis(tuple(output.shape), tuple(y.shape))
-        labels = y.unsqueeze(axis)
-        return F.cross_entropy(output, labels, ignore_index=IGNORED, axis=axis, reduction="sum"), (y != IGNORED).sum()
+        y = y.astype("int64").unsqueeze(axis)
+        return F.cross_entropy(output, y, ignore_index=IGNORED, axis=axis, reduction="sum"), (y != IGNORED).sum()
 
     def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
         return weighted(loss, output, y) or loss(output, y)
@@ -248,7 +248,7 @@ class PaddleBackend(Backend):
         return paddle.to_tensor(value, dtype, CPU)
 
     def count_hits(self, output: Tensor, y: Tensor) -> Tensor:
-        return (output.detach().argmax(1) == y).sum()
+        return (output.detach().argmax(1) == y.astype("int64")).sum()
 
     def zero(self, like: Tensor) -> Tensor:
         return paddle.zeros([])

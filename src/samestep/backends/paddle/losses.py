@@ -29,16 +29,20 @@ def weighted(loss: Any, output: Any, y: Any) -> tuple[Any, Any] | None:
     soft = given.get("soft_label") or smoothing
     if weight is None and (soft or (kinds[0] is F.cross_entropy and ignored < 0)):
         return None  # a mean over all labels: Paddle counts those below zero, too, with a loss of zero
+    counts = y != ignored
+    safe = paddle.where(counts, y, paddle.zeros_like(y))
+    if kinds[0] is F.nll_loss:  # the kernel of Paddle 3.3.1 writes outside of its memory at an ignored label
+        rows = counts.reshape([output.shape[0], 1, *output.shape[2:]])
+        output, y = paddle.where(rows, output, paddle.zeros_like(output)), safe
+        given["ignore_index"] = -100
     total = kinds[0](output, y, **given, reduction="sum")
     if soft:
-        shares = y if given.get("soft_label") else F.one_hot(y, output.shape[-1])
+        shares = F.one_hot(y, output.shape[-1]) if y.ndim < output.ndim else y
         shares = F.label_smooth(shares, epsilon=smoothing) if smoothing else shares
         return total, paddle.matmul(shares.astype(weight.dtype), weight).sum()
-    counts = (y != ignored).astype(total.dtype)
     if weight is None:
         return total, counts.sum()
-    weights = paddle.gather(weight, paddle.where(y != ignored, y, paddle.zeros_like(y)).flatten())
-    return total, (weights * counts.flatten()).sum()
+    return total, (paddle.gather(weight, safe.flatten()) * counts.flatten().astype(weight.dtype)).sum()
 
 
 def _setting(loss: Any, name: str) -> Any:

@@ -43,7 +43,7 @@ STATISTICS = {"_mean", "_variance", "weight_u", "weight_v"}
 class PaddleReplica(Replica):
     def __init__(self, backend: Backend, model: paddle.nn.Layer, measure: Any, device: Device, shards: int) -> None:
         super().__init__(backend, measure, device, shards)
-        loss = self.measure.loss
+        loss = self.measure.function
         for name, p in loss.named_parameters() if isinstance(loss, paddle.nn.Layer) else ():
             if not p.stop_gradient:
                 raise not_trained(f"{name!r} of the loss")

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend import get_keras_mask
 
 from samestep.backends.base import Backend
 from samestep.backends.calling import spread
@@ -203,14 +204,15 @@ class TensorflowBackend(Backend):
     # Losses. While a function is traced, shapes are known only in part: the number of examples may be None.
 
     def cross_entropy(self, output: Any, y: Any) -> Any:
-        return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(y, output))
+        return tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int64), output))
 
     def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
         axis, rank = class_axis(tuple(output.shape), tuple(y.shape)), len(output.shape)
         scores = tf.transpose(output, [*(i for i in range(rank) if i != axis), axis])
-        counts = tf.cast(y != IGNORED, scores.dtype)
+        y, mask = tf.cast(y, tf.int64), get_keras_mask(output)
+        counts = y != IGNORED if mask is None else (y != IGNORED) & tf.cast(mask, tf.bool)
         each = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.where(y != IGNORED, y, 0), scores)
-        return tf.reduce_sum(each * counts), tf.reduce_sum(counts)
+        return tf.reduce_sum(each * tf.cast(counts, scores.dtype)), tf.math.count_nonzero(counts)
 
     def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
         value = weighted(loss, output, y)

@@ -106,7 +106,7 @@ class TorchBackend(Backend):
         return torch.cat(list(vectors))
 
     def choose(self, weight: Any, new: Any, old: Any) -> Any:
-        return torch.where(weight > 0, new, old)
+        return torch.where(weight != 0, new, old)
 
     def zeros_like(self, vector: Any) -> Any:
         return torch.zeros_like(vector)
@@ -207,11 +207,11 @@ class TorchBackend(Backend):
     # Losses
 
     def cross_entropy(self, output: Any, y: Any) -> Any:
-        return F.cross_entropy(output, y, reduction="sum")
+        return F.cross_entropy(output, y.long(), reduction="sum")
 
     def by_position(self, output: Any, y: Any) -> tuple[Any, Any]:
-        scores = rows(output, class_axis(tuple(output.shape), tuple(y.shape)))
-        return F.cross_entropy(scores, y.flatten(), ignore_index=IGNORED, reduction="sum"), (y != IGNORED).sum()
+        scores, y = rows(output, class_axis(tuple(output.shape), tuple(y.shape))), y.flatten().long()
+        return F.cross_entropy(scores, y, ignore_index=IGNORED, reduction="sum"), (y != IGNORED).sum()
 
     def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
         return weighted(loss, output, y) or loss(output, y)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samestep.backends.calling import spread
-from samestep.backends.losses import Losses, Measure
+from samestep.backends.losses import Losses, Measure, PerShard
 from samestep.backends.torch.flat import Flat
 from samestep.errors import Invalid, Written
 from samestep.trees import Tree
@@ -28,7 +28,8 @@ class Lane:
     ) -> None:
         """`module`: the model, and the loss if it is a module; `tensors`: its parameters and buffers by name."""
         self.module, self.buffers = module, buffers
-        self.measure = replace(measure, loss=module["loss"]) if "loss" in module else measure
+        loss = module._modules.get("loss", measure.function)
+        self.measure = replace(measure, loss=PerShard(loss) if isinstance(measure.loss, PerShard) else loss)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self._training, self._modes = True, [m.training for m in module.modules()]
         self._homes = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]

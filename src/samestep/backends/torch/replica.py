@@ -43,7 +43,7 @@ class TorchReplica(Replica):
     ) -> None:
         super().__init__(backend, measure, device, shards)
         # A loss that is a module may have parameters, which are trained as the model's are.
-        losses = {"loss": self.measure.loss} if isinstance(self.measure.loss, torch.nn.Module) else {}
+        losses = {"loss": self.measure.function} if isinstance(self.measure.function, torch.nn.Module) else {}
         self._model = whole = torch.nn.ModuleDict({"model": model} | losses)
         self._native = torch.device(str(device))
         self.side_by_side = device.kind == "cpu" and not any(hasattr(m, "_orig_mod") for m in model.modules())

@@ -86,8 +86,7 @@ class TorchReplica(Replica):
     # One shard
 
     def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Tensor:
-        # In evaluation mode, the recurrent layers of cuDNN have no gradient.
-        with nullcontext() if training else torch.backends.cudnn.flags(enabled=False):
+        with nullcontext() if training else torch.backends.cudnn.flags(enabled=False):  # its RNNs need training mode
             pieces, numbers = self._compute(self.lane(training=training), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
 

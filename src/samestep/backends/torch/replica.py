@@ -86,7 +86,8 @@ class TorchReplica(Replica):
     # One shard
 
     def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Tensor:
-        with nullcontext() if training else torch.backends.cudnn.flags(enabled=False):  # its RNNs need training mode
+        recurrent = not training and any(isinstance(module, torch.nn.RNNBase) for module in self._model.modules())
+        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():  # its RNNs need training mode
             pieces, numbers = self._compute(self.lane(training=training), x, y, key, shard)
         return torch.cat([*pieces, *numbers])
 

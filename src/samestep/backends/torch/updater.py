@@ -39,8 +39,7 @@ class TorchUpdater(KeepingUpdater):
             )
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise WrongType("LBFGS computes the loss several times in an update, which a fit does not: use another")
-        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        # A scheduler may begin at 0, and has left the rate that it is based on.
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]  # a scheduler's may begin at 0
         first, *others = [group.get("initial_lr", group["lr"]) for group in self.optimizer.param_groups]
         if not first and any(others):
             raise Invalid("the optimizer's first group has rate 0, and the schedule sets that: put another group first")

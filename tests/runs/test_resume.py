@@ -52,6 +52,7 @@ from samestep.runs import checkpoint
 from samestep.runs.checkpoint import paths, read
 from samestep.runs.run import Run, export
 from samestep.schedules.rates import Rates
+from samestep.training import measuring
 from samestep.training.fit import Fit
 
 RANDOM = np.random.default_rng(0)
@@ -102,8 +103,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def unchecked() -> Iterator[None]:
-    """A fuse counts shards, so only those of updates may be computed: no rehearsal, no spot checks."""
+    """A fuse counts shards, so only those of updates may be computed: no rehearsal, no spot checks, no trial of a gradient."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "_apart", lambda *about: 0.0)
         patch.setenv(OVERRIDES, json.dumps({"rehearse": False, "check_every": None}))
         yield
 
@@ -1757,6 +1759,7 @@ def main(go: Path) -> None:
         go.with_suffix(".waits").touch()
         wait_until(lambda: go.exists())
 
+    measuring._apart = lambda *about: 0.0
     FUSE.arm(5, act=wait)
     run = fit(CASES[CASE_OF_A_JOB], rehearse=False, check_every=None)  # `samestep train` has overrides of its own
     print(run.fingerprint)

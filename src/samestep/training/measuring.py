@@ -125,13 +125,13 @@ def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], keys
     """
     if not passes:
         return 0.0
-    size, get = replica.layouts[0].size, replica.backend.get
+    layout, get = replica.layouts[0], replica.backend.get
 
     def gradient(pass_: Pass, key: int) -> Numbers:
         x, y = pass_.shard(pass_.spans[0], replica.device)
-        return get(replica.gradient(x, y, key, 0, training=False))[:size].astype(np.float64)
+        return get(replica.gradient(x, y, key, 0, training=False))[: layout.size]
 
-    far, lengths, (whole, *parts, again) = np.zeros(size), 0.0, passes
+    far, lengths, (whole, *parts, again) = np.zeros(layout.size, layout.dtype), 0.0, passes
     for i, pass_ in enumerate(parts):
         found = gradient(pass_, keys[0])
         if i == 0 and not np.array_equal(found, gradient(again, keys[1]), equal_nan=True):
@@ -139,5 +139,5 @@ def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], keys
         far += found
         lengths += float(np.linalg.norm(found))
     total = tree_sum(over[1:])
-    far = far / total - gradient(whole, keys[0]) / over[0]
-    return float(np.linalg.norm(far)) * total / lengths if lengths else 0.0
+    far -= gradient(whole, keys[0]) * (total / over[0])
+    return float(np.linalg.norm(far)) / lengths if lengths else 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.models.torch import mlp
 from samestep.training import measuring
 
+DOCS = Path(__file__).parents[2] / "docs"
 N = 12
 X = np.random.default_rng(0).standard_normal((N, 4))
 Y = np.arange(N) % 3
@@ -178,6 +182,47 @@ def test_the_sum_that_a_model_computes_itself_is_a_sum() -> None:
         own = F.cross_entropy(Own("mean").layer(torch.from_numpy(X)), torch.from_numpy(Y), reduction=reduction)
         assert abs(run.history[0]["train_loss"] - own.item()) < 1e-12
     assert np.abs(weights["mean"] - weights["sum"]).max() < 1e-14
+
+
+class Causal(nn.Module):
+    """A language model as Hugging Face has them: the scores at a token are for the next one; its loss is a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+        for p in self.inner.parameters():
+            p.data *= 1e-4  # each token costs log(7), but for 1e-4 of it
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        scores = self.inner(input_ids)
+        loss = F.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(logits=scores, loss=loss)
+
+
+def test_the_loss_that_the_docs_give_for_language_models() -> None:
+    """Their own is refused if labels are padded; that of docs/losses.md follows the whole batch, for any number of shards."""
+    rng, made = np.random.default_rng(0), dict[str, Any](F=F)
+    ids = rng.integers(0, 7, (16, 9))
+    labels = np.where(np.arange(9) < rng.integers(2, 9, (16, 1)), ids, -100)
+    [code] = re.findall(r"```python\n(def loss\(output, batch\).*?)```", (DOCS / "losses.md").read_text(), re.DOTALL)
+    exec(code, made)
+
+    def fit(**settings: Any) -> Any:
+        trainer = ss.Trainer(1, 16, schedule=1.0, progress=False, **settings)
+        return trainer.fit(Causal(), {"input_ids": ids, "labels": labels})
+
+    with pytest.raises(Invalid, match=r"^the .* first batch .* Pass loss=f.output, batch. that returns .sum, weight.,"):
+        fit(shards=4, devices=1)
+    model = Causal()
+    model(torch.from_numpy(ids), torch.from_numpy(labels)).loss.backward()
+    expected = {name: (p - p.grad).detach().numpy() for name, p in model.named_parameters() if p.grad is not None}
+    prints = set()
+    for shards, devices in ((1, 1), (2, 1), (8, 1), (8, 3)):
+        run = fit(shards=shards, devices=devices, loss=made["loss"])
+        assert all(np.abs(run.weights()[name] - weight).max() < 1e-13 for name, weight in expected.items())
+        prints |= {run.fingerprint} if shards == 8 else set()
+    assert len(prints) == 1
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Replica(ABC):
 
     # What is computed
 
-    slopes = True  # whether `gradient` can be had in evaluation mode, or without state
+    slopes = True  # whether `gradient` is right with training=False
     side_by_side = False  # whether several Python threads compute shards of this replica
 
     @property

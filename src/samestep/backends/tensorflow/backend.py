@@ -227,9 +227,8 @@ class TensorflowBackend(Backend):
 
     def number(self, value: Any, like: Any) -> Any:
         dtype = tf.float64 if like.dtype == tf.float64 else tf.float32
-        given = (
-            value if tf.is_tensor(value) else tf.constant(value, dtype)
-        )  # tf.cast would round Python's numbers first
+        # of Python's numbers: tf.cast would round them first
+        given = value if tf.is_tensor(value) else tf.constant(value, dtype)
         return tf.reshape(tf.cast(tf.stop_gradient(given), dtype), ())
 
     def sum_of_means(self, value: Any) -> Any:

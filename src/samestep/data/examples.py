@@ -205,11 +205,9 @@ class Source(Examples):
     def fetch(self, indices: NDArray[np.int64]) -> Tree:
         with self._asking():
             if self.by_item:
-                return stack(self.name, self.items(indices), self.pad, self.pad_to)
-            given = self._raw(indices) if self.collate else self.source[indices]
-            with self._asking(self.collate is not None):
-                batch = as_batch(self.name, self.collate(given) if self.collate else given)
-                lengths = {label.strip(): len(array) for label, array in named("", batch)}
+                return stack(self.name, self._items(indices), self.pad, self.pad_to)
+            batch = self._collated(indices) if self.collate else as_batch(self.name, self.source[indices])
+            lengths = {label.strip(): len(array) for label, array in named("", batch)}
         if set(lengths.values()) != {len(indices)}:
             gave = [f"{n} in {label}" for label, n in lengths.items() if n != len(indices) or len(lengths) == 2]
             asked, told = f"was asked for {len(indices)} examples", " and ".join(gave[:4]) or "nothing"
@@ -221,9 +219,22 @@ class Source(Examples):
         if not self.by_item:
             return super().items(indices)
         with self._asking():
-            items = self._untyped(indices)
-            full = all(array.size for item in items for array in trees.leaves(item))
-            return items if full else [self._typed(item) for item in items]
+            return self._items(indices)
+
+    def _items(self, indices: NDArray[np.int64]) -> list[Tree]:
+        items = self._untyped(indices)
+        full = all(array.size for item in items for array in trees.leaves(item))
+        return items if full else [self._typed(item) for item in items]
+
+    def _collated(self, indices: NDArray[np.int64]) -> Tree:
+        raw = self._raw(indices)
+        try:
+            return as_batch(self.name, self.collate(raw))
+        except SamestepError:
+            raise
+        except (TypeError, ValueError, IndexError) as error:
+            wanted = "its collate_fn must give a pair (x, y) or a dictionary"
+            raise WrongType(f"{self.name}: {wanted}, but it raised {type(error).__name__}: {error}") from error
 
     def _untyped(self, indices: NDArray[np.int64]) -> list[Tree]:
         short = of(self.source, HUGGING_FACE)  # which gives Python's numbers for columns of any type
@@ -249,7 +260,7 @@ class Source(Examples):
         return list(many(indices.tolist()) if many else map(self.source.__getitem__, indices.tolist()))
 
     @contextmanager
-    def _asking(self, collating: bool = False) -> Iterator[None]:
+    def _asking(self) -> Iterator[None]:
         """Ask the source, alone if it must be; what it does wrong is told in one line."""
         try:
             with nullcontext() if self.thread_safe else READING:
@@ -261,7 +272,6 @@ class Source(Examples):
             wanted = f"[indices] must give a pair of arrays (x, y) for an array of indices, but {who}"
             if self.by_item or self.collate:
                 wanted = f"[i] must give a pair (x, y), of one shape and type for all i, but {who}"
-            wanted = ": its collate_fn must give a pair (x, y) or a dictionary, but it" if collating else wanted
             raise WrongType(f"{self.name}{wanted} raised {type(error).__name__}: {error}") from error
         except Exception as error:
             if "SQLite objects created in a thread" not in str(error):

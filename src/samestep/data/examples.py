@@ -229,7 +229,9 @@ class Source(Examples):
     def _collated(self, indices: NDArray[np.int64]) -> Tree:
         raw = self._raw(indices)
         try:
-            return as_batch(self.name, self.collate(raw))
+            batch = as_batch(self.name, self.collate(raw))
+            list(map(len, trees.leaves(batch)))  # a single number has no length
+            return batch
         except SamestepError:
             raise
         except (TypeError, ValueError, IndexError) as error:

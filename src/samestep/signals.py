@@ -67,17 +67,20 @@ def heard(now: bool = True) -> Iterator[None]:
 
 
 class Signals:
-    """SIGTERM and SIGINT ask the fit to stop after its step; a second SIGINT stops it at once."""
+    """SIGINT asks the fit to stop after its step; a second one stops it at once. With a run folder, SIGTERM asks, too."""
 
-    def __init__(self, wanted: bool) -> None:
+    came = 0  # how often a SIGINT has asked, in all fits of this process: the command ends as one that was interrupted
+
+    def __init__(self, folder: bool) -> None:
         self.number = 0  # the signal that came; 0: none
         self._before: dict[int, Any] = {}
-        self._wanted = wanted and _here()
+        self._folder = folder
 
     def __enter__(self) -> Signals:
-        if self._wanted:
-            self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-            for number in self._before:
+        for number in (signal.SIGTERM, signal.SIGINT) if _here() else ():
+            before = signal.getsignal(number)
+            if self._folder or (number == signal.SIGINT and callable(before)):  # nohup has it ignored
+                self._before[number] = before
                 signal.signal(number, self._ask)
         return self
 
@@ -90,13 +93,8 @@ class Signals:
     def _ask(self, number: int, frame: Any) -> None:
         if number != signal.SIGINT or not self.number:
             self.number = number
+            Signals.came += number == signal.SIGINT
         elif callable(before := self._before[number]):
             before(number, frame)
         else:
             signal.default_int_handler(number, frame)
-
-    def end(self) -> None:
-        """End as if nobody had caught the signal. It may have gone to another process instead of this one."""
-        if self.number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + (self.number or signal.SIGTERM))

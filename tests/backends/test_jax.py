@@ -148,6 +148,8 @@ def test_a_linen_module():
     assert evaluated["examples"] == 90
     again = fit(trained)
     assert again.recipe["initial"] == runs[0].fingerprint != again.fingerprint
+    mine = Dense().bind(runs[0].state_dict())
+    assert jnp.array_equal(mine(X[:2], train=False), trained(X[:2], train=False))
 
 
 def test_a_linen_module_bound_to_variables_starts_from_them():
@@ -179,7 +181,11 @@ def test_an_nnx_module():
     assert jnp.array_equal(model.first.kernel.get_value(), before)
     trained = runs[0].model
     assert np.array_equal(trained.first.kernel.get_value(), runs[0].weights()["first.kernel"])
-    assert trained(jnp.asarray(X[:2])).shape == (2, 10)
+    assert jnp.array_equal(trained(X[:2]), trained(X[:2]))  # in evaluation mode, without dropout
+    mine = Graph(nnx.Rngs(1))
+    nnx.update(mine, runs[0].state_dict())
+    mine.eval()
+    assert jnp.array_equal(mine(X[:2]), trained(X[:2]))
     assert not np.array_equal(runs[0].weights()["norm.mean"], np.zeros(8))
     assert fit(model, seed=1).fingerprint != runs[0].fingerprint
 

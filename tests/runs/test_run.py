@@ -214,8 +214,8 @@ def test_load_gives_the_run_back(folder: Path) -> None:
     assert (back.rank, back.resumed, back.load(folder).history) == (0, None, run.history)
     assert (back.fingerprint, back.fingerprints) == (run.fingerprint, run.fingerprints)
     assert of_weights(back.weights()) == run.fingerprint
-    with pytest.raises(Invalid, match="has no model"):
-        _ = back.model
+    with pytest.raises(AttributeError, match=r"^<a loaded run has weights, but no model: model\(my_model\) puts them"):
+        back.model.eval()
 
 
 def test_events_that_are_not_known_are_left_out() -> None:
@@ -255,19 +255,32 @@ def test_damaged_weights_are_detected(folder: Path, damage: Callable[[bytes], by
 def test_damaged_json_is_detected(folder: Path, name: str) -> None:
     fit(run_dir=folder)
     path = folder / name
-    path.write_text(path.read_text()[:-20])
+    text = path.read_text()
+    path.write_text(text[:20] + text[30:])
     with pytest.raises(Invalid, match=name):
         ss.Run.load(folder)
 
 
-def test_a_log_that_does_not_come_to_an_end_is_not_that_of_a_finished_run(folder: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_without_an_end_is_as_it_was_at_its_last_whole_checkpoint(folder: Path, damaged: bool) -> None:
     """As after a run that was killed between its last weights and the end of its log."""
-    fit(run_dir=folder)
-    path = folder / "events.jsonl"
+    run = fit(run_dir=folder)
+    path, files = folder / "events.jsonl", sorted((folder / "checkpoints").iterdir())
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    back = ss.Run.load(folder)
+    assert (back.interrupted, back.fingerprint, back.history) == (True, run.fingerprint, run.history)
+    if damaged:
+        files[-1].write_bytes(flip_last_byte(files[-1].read_bytes()))
+        first, back = fit(max_epochs=1), ss.Run.load(folder)
+        assert (back.fingerprint, back.fingerprints) == (first.fingerprint, first.fingerprints)
+        assert len(back.history) == 1
+        assert back.weights().keys() == run.weights().keys()
+    for file in files:
+        file.unlink()
     with pytest.raises(Invalid) as caught:
         ss.Run.load(folder)
-    assert str(caught.value) == f"{folder} is not the folder of a finished run: events.jsonl does not come to an end"
+    told = "holds a run that has not come to an end, and no checkpoint of it: there is nothing to load"
+    assert str(caught.value) == f"{folder} {told}"
 
 
 def test_channels_last_weights_are_stored_in_the_order_of_their_dimensions(folder: Path) -> None:
@@ -408,8 +421,8 @@ def test_failing_in_a_later_epoch_keeps_what_is_known(folder: Path) -> None:
     told = events(folder)
     assert [event["event"] for event in told] == ["start", "steps", "epoch"]
     assert told[1]["fingerprint"] == fit(max_epochs=1).fingerprints
-    with pytest.raises(Invalid, match="events.jsonl does not come to an end"):
-        ss.Run.load(folder)
+    run = ss.Run.load(folder)
+    assert (run.interrupted, run.fingerprint) == (True, fit(max_epochs=1).fingerprint)
 
 
 def test_a_source_that_fails_in_a_later_epoch_keeps_what_is_known(folder: Path) -> None:
@@ -495,8 +508,14 @@ def test_fingerprint_is_the_same_in_every_process_and_version() -> None:
     assert of_weights(tensors) == "7f180f39ae388f33b8f14d19b9e25fea6b18a74f0f3a108b5e563dc9dc331050"
 
 
-def test_a_run_in_one_line_has_no_arrays() -> None:
-    run = fit(average=ss.swa(1))
-    assert run.average is not None
-    hidden = {"average", "fingerprints", "schedule", "_tensors", "_model", "_average_model"}
-    assert not hidden & set(re.findall(r"\w+(?==)", repr(run)))
+def test_a_run_shows_itself_in_one_line(folder: Path) -> None:
+    run = fit(average=ss.swa(1), run_dir=folder, devices=2)
+    row = run.history[-1]
+    scores = f"test_loss {row['test_loss']:.4g}, test_accuracy {row['test_accuracy']:.4g}"
+    told = f"Run(2 epochs, {2 * STEPS} steps on 2 x cpu, {scores}, fingerprint {run.fingerprint[:16]}, {folder})"
+    assert repr(run) == repr(ss.Run.load(folder)) == told
+    alone = fit(max_epochs=1, data=(X, Y))
+    assert re.fullmatch(
+        r"Run\(1 epoch, \d+ steps on cpu, train_loss [\d.]+, train_accuracy [\d.]+, fingerprint \w{16}\)", repr(alone)
+    )
+    assert repr(ss.Run({}, ["cpu"], interrupted=True)) == "Run(0 epochs, 0 steps on cpu, interrupted, fingerprint )"

@@ -234,6 +234,14 @@ class Backend(Losses):
         """Bytes in all and bytes in use on a device."""
         return host_memory()
 
+    def evaluating(self, model: Any) -> Any:
+        """A model in evaluation mode, if its framework has modes."""
+        return model
+
+    @abstractmethod
+    def state_dict(self, model: Any) -> Any:
+        """The weights of a model as the framework's own loader takes them."""
+
     # Arrays
 
     @abstractmethod

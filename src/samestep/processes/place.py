@@ -11,6 +11,7 @@ from samestep.checks import show
 from samestep.errors import Invalid
 
 OVERRIDES = "SAMESTEP_OVERRIDES"  # a JSON object: what `samestep train SCRIPT --devices 4` changes in its Trainer
+COMMAND = "SAMESTEP_COMMAND"  # the command line that a script is run by, as one would type it
 MEET = "SAMESTEP_MEET"  # where the processes that samestep itself started can meet: a file
 # What torchrun calls rank, size, local rank and local size, and what mpiexec does: MPICH (Hydra) and Open MPI.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -98,16 +98,16 @@ class World(abc.ABC):
         """What process 0 has, on every process. This waits."""
         return self.collect(content or b"" if self.rank == 0 else b"")[0]
 
-    def vote(self, stop: bool) -> tuple[list[Bytes], Works]:
-        """Begin to ask whether anybody wants to stop; `agreed` waits for the answer, which is the same for all."""
+    def vote(self, stop: int) -> tuple[list[Bytes], Works]:
+        """Begin to ask whether anybody was told to stop, by which signal; `agreed` waits for the answer, the same for all."""
         mine, theirs = np.array([stop], np.uint8), {rank: np.zeros(1, np.uint8) for rank in self.others}
         return [mine, *theirs.values()], self._tell(mine, theirs)
 
-    def agreed(self, vote: tuple[list[Bytes], Works]) -> bool:
-        """Whether anybody wants to stop. This waits."""
+    def agreed(self, vote: tuple[list[Bytes], Works]) -> int:
+        """The signal by which anybody was told to stop; 0: nobody was. SIGTERM is above SIGINT. This waits."""
         votes, works = vote
         self.wait(works)
-        return any(bool(one[0]) for one in votes)
+        return max(int(one[0]) for one in votes)
 
     # Failures
 

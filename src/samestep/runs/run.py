@@ -10,39 +10,62 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from samestep.backends import find
+from samestep.devices import cpu
 from samestep.errors import Invalid
 from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
-from samestep.runs.checkpoint import Tensors
+from samestep.runs.checkpoint import Checkpoint, Tensors
 from samestep.runs.log import Event, events
 from samestep.runs.recipe import read_recipe
 from samestep.schedules.algebra import Schedule
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
-    """The result of a fit. `model` is the trained model; the one that was passed to `fit` is left as it was."""
+    """The result of a fit. The model that was passed to `fit` is left as it was: `model` is the trained one.
+
+    >>> run = Run({"framework": "torch"}, ["cpu"], [{"epoch": 1, "test_loss": 0.25, "lr": 0.1}], "5542dae2c06d40b2", ["5542"])
+    >>> run
+    Run(1 epoch, 1 step on cpu, test_loss 0.25, fingerprint 5542dae2c06d40b2)
+    """
 
     recipe: dict[str, Any]
     devices: list[str]
     history: list[dict[str, Any]] = field(default_factory=list)
     fingerprint: str = ""
-    fingerprints: list[str] = field(default_factory=list, repr=False)  # after every step
+    fingerprints: list[str] = field(default_factory=list)  # after every step
     folder: Path | None = None
-    schedule: Schedule | None = field(default=None, repr=False)  # that was applied, in steps, if it is one
-    average: Tensors | None = field(default=None, repr=False)  # the averaged weights by name, if asked for
+    schedule: Schedule | None = None  # that was applied, in steps, if it is one
+    average: Tensors | None = None  # the averaged weights by name, if asked for
     average_metrics: dict[str, float | None] | None = None
     rank: int = 0  # of this process; all processes of a run end with the same result
     resumed: int | None = None  # the step that this fit went on from, if it did
-    _tensors: Tensors = field(default_factory=dict, repr=False)
-    _model: Callable[[], Any] | None = field(default=None, repr=False)
-    _average_model: Callable[[], Any] | None = field(default=None, repr=False)
+    interrupted: bool = False  # stopped before its end: this is the run so far
+    _tensors: Tensors = field(default_factory=dict)
+    _best: tuple[int, Tensors] | None = None  # how many epochs it took, and the weights after them
+    _maker: Callable[[Tensors], Any] | None = None  # makes a model of the framework from weights by name
+    _made: dict[str, Any] = field(default_factory=dict, compare=False)  # models, each made when it is first asked for
+
+    def __repr__(self) -> str:
+        """One line: how far it got, where, how well, and the beginning of its fingerprint."""
+        row = self.history[-1] if self.history else {}
+        kind = "train_" if row.get("test_loss") is None else "test_"
+        scores = [f"{name} {value:.4g}" for name, value in row.items() if name.startswith(kind) and value is not None]
+        where = ", ".join(f"{self.devices.count(name)} x {name}" for name in dict.fromkeys(self.devices))
+        done = {"epoch": len(self.history), "step": len(self.fingerprints)}
+        counts = ", ".join(f"{n} {name}{'s' * (n != 1)}" for name, n in done.items())
+        told = [f"{counts} on {where.removeprefix('1 x ')}", *scores]
+        told += ["interrupted"] * self.interrupted + [f"fingerprint {self.fingerprint[:16]}"]
+        told += [str(self.folder)] * (self.folder is not None)
+        return f"Run({', '.join(told)})"
 
     def weights(self) -> Tensors:
         """The final weights by name, as NumPy."""
@@ -50,20 +73,55 @@ class Run:
 
     @property
     def model(self) -> Any:
-        """A model of the framework with the final weights."""
-        return self._made(self._model, "weights()")
+        """The trained model, in evaluation mode: one object, however often it is asked for.
+
+        A run that was loaded from its folder has none. There, `run.model(my_model)` gives a copy of yours with its weights.
+        """
+        return self._model("model", self._tensors)
 
     @property
     def average_model(self) -> Any:
-        """A model of the framework with the averaged weights."""
+        """The same with the averaged weights."""
         if self.average is None:
             raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")
-        return self._made(self._average_model, "average")
+        return self._model("average_model", self.average)
 
-    def _made(self, model: Callable[[], Any] | None, weights: str) -> Any:
-        if model is None:
-            raise Invalid(f"a run that was loaded from its folder has no model: put its {weights} into one of yours")
-        return model()
+    def _model(self, name: str, tensors: Tensors) -> Any:
+        if self._maker is None:
+            return Loaded(name, tensors)
+        if name not in self._made:
+            self._made[name] = self._maker(tensors)
+        return self._made[name]
+
+    def state_dict(self) -> Any:
+        """The weights as the framework's own loader takes them.
+
+        load_state_dict of PyTorch, set_state_dict of Paddle, set_weights of Keras, mxnet.nd.save and load_parameters of gluon,
+        bind of flax.linen (its variables), nnx.update (an nnx.State). Of a loaded run: the framework's tensors by name.
+        """
+        backend = find.load(self.recipe["framework"])
+        if self._maker is None:
+            return {name: backend.put(array, cpu()) for name, array in self._tensors.items()}
+        return backend.state_dict(self.model)
+
+    @property
+    def best(self) -> Run:
+        """The run as it was at the end of its best epoch: the one with the least test loss, or as `monitor` and `mode` say.
+
+        It has a `model`, a `history` and `weights()`. Of a run that was loaded or resumed: the best checkpoint that was kept.
+        """
+        epochs, tensors = self._best or self._best_kept()
+        prints = self.fingerprints[: self.history[epochs - 1]["step"]]
+        return Run(self.recipe, self.devices, self.history[:epochs], of_weights(tensors), prints, self.folder, rank=self.rank,
+                   _tensors=tensors, _maker=self._maker, _made=self._made.setdefault("best", {}))  # fmt: skip
+
+    def _best_kept(self) -> tuple[int, Tensors]:
+        files = checkpoint.paths(self.folder) if self.folder else []
+        found = checkpoint.best({file: checkpoint.metric(file) for file in files})
+        if not found:
+            raise Invalid("this run has no best epoch: none has ended yet, or no checkpoint of the end of one was kept")
+        kept = checkpoint.read(found)
+        return len(kept.about["history"]), kept.group("model")
 
     def replay(self, events: Iterable[Event]) -> None:
         """Take in what a log tells."""
@@ -80,15 +138,53 @@ class Run:
 
     @staticmethod
     def load(folder: str | Path) -> Run:
-        """Read a finished run back from its folder."""
+        """Read a run back from its folder. One that was interrupted, or killed, is as it was at its last checkpoint."""
         folder = Path(folder)
         recipe, log = read_folder(folder)
         run = Run(recipe, [], folder=folder)
         run.replay(log)
-        if not run.fingerprint:
-            raise Invalid(f"{folder} is not the folder of a finished run: events.jsonl does not come to an end")
-        run._tensors, run.average = read_weights(folder, run.fingerprint, log[-1].get("average"))
+        if run.fingerprint:
+            run._tensors, run.average = read_weights(folder, run.fingerprint, log[-1].get("average"))
+        else:
+            run._take(last_checkpoint(folder))
         return run
+
+    def _take(self, found: Checkpoint) -> None:
+        """Go back to a checkpoint."""
+        self.interrupted, self.history = True, found.about["history"]
+        self.fingerprints = [f"{value:016x}" for value in found.tensors["log:fingerprints"]]
+        self._tensors, self.average = found.group("model"), found.group("average") or None
+        self.fingerprint = of_weights(self._tensors)
+
+
+@dataclass(frozen=True, repr=False)
+class Loaded:
+    """What a run that was loaded has in the place of a model: a function that puts its weights into one."""
+
+    name: str
+    tensors: Tensors
+
+    def __call__(self, model: Any) -> Any:
+        """A copy of this model with the weights of the run, in evaluation mode."""
+        from samestep.models import load
+
+        return find.of_model(model).evaluating(load(model, self.tensors))
+
+    def __repr__(self) -> str:
+        return f"<a loaded run has weights, but no model: {self.name}(my_model) puts them into a copy of yours>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self!r}")
+
+
+def last_checkpoint(folder: Path) -> Checkpoint:
+    """The newest checkpoint of a run folder that is whole."""
+    for file in reversed(checkpoint.paths(folder)):
+        with suppress(Invalid):
+            return checkpoint.read(file)
+    raise Invalid(
+        f"{folder} holds a run that has not come to an end, and no checkpoint of it: there is nothing to load"
+    )
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], list[Event]]:

@@ -316,6 +316,8 @@ class Runs:
             if status:
                 raise Invalid("", start.said())
             run = Run.load(start.folder)
+            if run.interrupted:
+                raise Invalid(f"it was interrupted: {start.said()}")
         except Invalid as error:
             row.verdict, row.message = "FAILED", str(error)
             return self.tell()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import os
+import shlex
 import sys
 import time
 import warnings
+from pathlib import Path
+from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +24,9 @@ from samestep.data.feed import Batch, Feed
 from samestep.devices import Device
 from samestep.errors import Invalid, NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
+from samestep.processes.place import COMMAND
 from samestep.processes.world import World
-from samestep.runs.checkpoint import Cadence, Checkpoint, pack, unpack
+from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
 from samestep.runs.folder import RunFolder
 from samestep.runs.log import Event, events
 from samestep.runs.run import Run
@@ -39,6 +44,22 @@ if TYPE_CHECKING:
     from samestep.training.trainer import Trainer
 
 LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
+
+
+def copied(tensors: Tensors) -> Tensors:
+    return {name: np.array(tensor) for name, tensor in tensors.items()}
+
+
+def stopped(step: int, last: int, folder: Path | None) -> str:
+    """What a person reads when a fit was stopped by a signal: how to go on."""
+    told = f"interrupted after step {step} of {last}: "
+    if folder is None:
+        return told + "fit returns the run so far; with a run_dir it could be resumed"
+    command = os.environ.get(COMMAND, "")
+    own = "" if "--run-dir" in command else f" --run-dir {shlex.quote(str(folder))}"
+    return told + (
+        f"to resume it, {command}{own}" if command else f"to resume it, fit again with run_dir={str(folder)!r}"
+    )
 
 
 class Fit:
@@ -95,7 +116,7 @@ class Fit:
         about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
-        self.result._model = first.model
+        self.result._maker = lambda tensors: backend.evaluating(first.model_of(tensors))
         self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
@@ -121,14 +142,14 @@ class Fit:
             with Signals(settings.run_dir is not None) as self.signals, heard():
                 self.begin()
                 for epoch in range(self.step // len(self.batches), settings.max_epochs):
-                    if self.stalled():
+                    if self.result.interrupted or self.stalled():
                         break
                     self.epoch(epoch)
             with heard():
                 self.end()
             failed = False
-            if self.signals.number:  # after the last vote: the run is complete, but the signal still counts
-                self.signals.end()
+            if self.signals.number == SIGTERM:  # after the last vote: the run is complete, but the signal still counts
+                raise SystemExit(128 + SIGTERM)
         finally:
             self.close_feeds()
             for closing in (display, self.group):
@@ -205,17 +226,19 @@ class Fit:
         return patience is not None and bool(values) and len(values) - 1 - values.index(min(values)) >= patience
 
     def end(self) -> None:
-        tensors = {name: np.array(tensor) for name, tensor in self.group.replicas[0].tensors().items()}
+        tensors = copied(self.group.replicas[0].tensors())
         if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
             raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
         self.result._tensors, self.result.fingerprint = tensors, fingerprint.of_weights(tensors)
         self.result.schedule = self.rates.applied()
+        self.result.folder = self.folder.path if self.folder else None
+        if self.result.interrupted:
+            return self.average(evaluate=False)
         if self.folder:
             if self.settings.checkpoint_every is not None:
                 self.save()
                 self.folder.writer.flush()  # a run killed with weights but no checkpoint could not be resumed
             self.folder.weights(tensors)
-            self.result.folder = self.folder.path
         self.average()
         average = fingerprint.of_weights(self.result.average) if self.result.average else None
         self.emit({"event": "end", "time": time.time(), "fingerprint": self.result.fingerprint, "average": average})
@@ -237,7 +260,7 @@ class Fit:
         pending: list[tuple[Any, Any]] = []  # [losses | hits | more] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
         for i, spans in enumerate(self.batches[start:], start):
-            vote = self.world.vote(bool(self.signals.number))
+            vote = self.world.vote(self.signals.number)
             self.averager.before(rates[i])
             batch = Batch(pass_, spans, next(keys))
             pass_.prepare(self.group.spans_here([spans]) if self.feed.here else [])
@@ -254,7 +277,7 @@ class Fit:
             if due and not last:
                 self.save()
                 if stop:
-                    self.stop()
+                    return self.stop(stop)
         if len(set(self.group.fingerprints())) > 1:  # waits for every device
             what = f"after step {self.step} the replicas on {', '.join(self.result.devices)} are no longer equal"
             why = "something outside samestep wrote to one of them, or a device computes wrongly"
@@ -277,20 +300,24 @@ class Fit:
                 raise NotFinite(f"{what}: lower the rate, clip the gradient, or look at the test examples")
         self.rates.observe(row)
         self.result.history.append(row)
+        if self.watched(row) < min(map(self.watched, self.result.history[:-1]), default=math.inf):
+            self.result._best = epoch + 1, copied(self.group.replicas[0].tensors())
         self.emit({"event": "epoch", **row})
         if stop or (self.cadence.due(self.step) and self.step < self.last):
             self.save()
-        if stop:
-            self.stop()
+        if stop == SIGTERM or (stop and self.step < self.last):
+            self.stop(stop)
 
-    def stop(self) -> None:
-        """End because a signal asked for it, once the checkpoint has been written."""
+    def stop(self, number: int) -> None:
+        """Stop because a signal asked for it, once the checkpoint has been written: SIGTERM ends the process."""
         if self.folder:
             self.folder.writer.flush()
-            how = f"fit with run_dir={str(self.folder.path)!r} goes on from there"
-            print(f"stopped after step {self.step}; {how}", file=sys.stderr)
+        if self.world.rank == 0:
+            print(stopped(self.step, self.last, self.folder.path if self.folder else None), file=sys.stderr)
         self.world.collect(b"")
-        self.signals.end()
+        self.result.interrupted = True
+        if number == SIGTERM:
+            raise SystemExit(128 + SIGTERM)
 
     def look(self, pending: list[tuple[Any, Any]], epoch: int, start: int, rates: list[float]) -> np.ndarray[Any, Any]:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
@@ -327,16 +354,15 @@ class Fit:
             warnings.warn("a batch has weight 0: its step changes nothing; the log tells of each", stacklevel=5)
         return {"weight": weights}
 
-    def average(self) -> None:
-        """Add the averaged weights to the run, and evaluate them."""
+    def average(self, evaluate: bool = True) -> None:
+        """Add the averaged weights to the run; keep and evaluate them, if the run has come to its end."""
         first, vectors = self.group.replicas[0], self.averager.vectors
         if not vectors:
             return  # none was wanted, or every rate was zero
-        self.result.average = {name: np.array(tensor) for name, tensor in first.tensors(vectors).items()}
-        self.result._average_model = lambda: first.model(vectors)
-        if self.folder:
+        self.result.average = copied(first.tensors(vectors))
+        if self.folder and evaluate:
             self.folder.weights(self.result.average, "average.safetensors")
-        if self.test:
+        if self.test and evaluate:
             group = Replicas(self.settings, self.backend, first.model(vectors), self.measure, self.devices, self.world)
             found = group.evaluate(self.test, self.shape.classes)
             group.close()

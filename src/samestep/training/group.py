@@ -92,8 +92,9 @@ class Group:
 
     @property
     def model(self) -> Any:
-        """A model of the framework with the weights of now."""
-        return self._first().model()
+        """A model of the framework with the weights of now, in evaluation mode."""
+        first = self._first()
+        return first.backend.evaluating(first.model())
 
     @property
     def rank(self) -> int:

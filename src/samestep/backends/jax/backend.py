@@ -68,6 +68,16 @@ class JaxBackend(Backend):
         native = self._users_native(device)
         return computing(*self._run, device.index) if self._run and device.kind == "cpu" else native
 
+    def evaluating(self, model: Any) -> Any:
+        if isinstance(model, nnx.Module):
+            model.eval()
+        return model
+
+    def state_dict(self, model: Any) -> Any:
+        if isinstance(model, Pair):
+            return model.params if model.state is None else (model.params, model.state)
+        return nnx.state(model) if isinstance(model, nnx.Module) else model.variables
+
     # Arrays
 
     def owns(self, thing: object) -> bool:

@@ -89,6 +89,9 @@ class MxnetBackend(Backend):
         self.require(device)
         return mx.cpu(HOMES + device.index if self._lanes else device.index)
 
+    def state_dict(self, model: gluon.Block) -> dict[str, Any]:
+        return {name: parameter.data() for name, parameter in model._collect_params_with_prefix().items()}
+
     # Arrays
 
     def owns(self, thing: object) -> bool:

@@ -72,6 +72,13 @@ class PaddleBackend(Backend):
     def devices(self) -> list[Device]:
         return [cpu()]
 
+    def evaluating(self, model: paddle.nn.Layer) -> paddle.nn.Layer:
+        model.eval()
+        return model
+
+    def state_dict(self, model: paddle.nn.Layer) -> Any:
+        return model.state_dict()
+
     # Arrays
 
     def owns(self, thing: object) -> bool:

@@ -68,6 +68,9 @@ class TensorflowBackend(Backend):
         """Where TensorFlow makes arrays on this device, for `with`."""
         return tf.device(f"/{'CPU' if device.kind == 'cpu' else 'GPU'}:{device.index}")
 
+    def state_dict(self, model: Any) -> Any:
+        return model.get_weights() if isinstance(model, keras.Layer) else adapter_of(model).values()
+
     # Arrays
 
     def owns(self, thing: object) -> bool:

@@ -60,6 +60,12 @@ class TorchBackend(Backend):
         free, total = torch.cuda.mem_get_info(device.index)
         return total, total - free
 
+    def evaluating(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.eval()
+
+    def state_dict(self, model: torch.nn.Module) -> Any:
+        return model.state_dict()
+
     # Arrays
 
     def owns(self, thing: object) -> bool:

@@ -157,7 +157,24 @@ def frameworks() -> str:
     return "\n\n".join([table(header, rows), *titles])
 
 
-MAKERS = (sameness, accuracy, cost, frameworks, schedules, chaos, checkpoint, exchange)
+def price() -> str:
+    """In short: the time of a step over that of a plain PyTorch loop."""
+    rows = []
+    for model, names in (("LeNet", ("cost",)), ("MLP (784, 256, 10)", ("frameworks-torch",))):
+        for result in [one for name in names for one in results(name)]:
+            machine = result["machine"]
+            name = (
+                machine["name"].removeprefix("NVIDIA ")
+                if machine["short"] != "cpu"
+                else "CPU, " + machine["name"].split(" of ")[0]
+            )
+            found = [r for r in result["rows"] if r.get("model", "lenet") == ("lenet" if model == "LeNet" else "mlp")]
+            ratio = {shards: r["ratio"] for r in found for shards in (1, 8) if f" {shards} shard" in r["name"]}
+            rows.append([f"{model}, {name}", "1.00", f"{ratio[8]:.2f}", f"{ratio[1]:.2f}"])
+    return table(["batch 256", "plain PyTorch loop", "samestep, 8 shards (the default)", "1 shard"], rows)
+
+
+MAKERS = (price, sameness, accuracy, cost, frameworks, schedules, chaos, checkpoint, exchange)
 TABLES = {make.__name__: make for make in MAKERS}
 
 

@@ -163,7 +163,7 @@ def test_update_leaves_what_it_was_given_as_it_was(optimizer: Optimizer) -> None
 def of_torch(optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
     """The optimizer of torch.optim that does the same."""
     if isinstance(optimizer, SGD):
-        return torch.optim.SGD(parameters, **dataclasses.asdict(optimizer))
+        return torch.optim.SGD(parameters, **dataclasses.asdict(optimizer) | {"lr": optimizer.default_lr})
     if isinstance(optimizer, AdaGrad):
         return torch.optim.Adagrad(parameters, eps=optimizer.eps)
     made = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam

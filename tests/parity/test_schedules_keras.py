@@ -154,7 +154,9 @@ def test_where_a_schedule_ends_no_steps_are_needed() -> None:
     ours = schedule.keras()
     assert (ours.steps, ours.get_config()["steps"]) == (12, 12)
     assert Loop(SGD(ours), compiled=False).run(UPDATES) == float32(schedule)
-    with pytest.raises(Invalid, match=r"^keras.schedule: geometric\(0.1, 0.9\) has no end: say how many steps will be "):
+    with pytest.raises(
+        Invalid, match=r"^keras.schedule: geometric\(0.1, 0.9\) has no end: say how many steps will be "
+    ):
         geometric(0.1, 0.9).keras()
 
 

@@ -188,9 +188,7 @@ def test_a_schedule_that_departs_at_step_k(base: Path, tmp_path: Path, k: int) -
     schedule = ss.piecewise([k], [0.1, 0.05]) if k else ss.constant(0.05)
     found = compare(base, fit(tmp_path / "other", schedule=schedule))
     assert (found.kind, found.first_step, found.shards) == ("rate", k, None)
-    assert found.verdict == (
-        f"they differ first at step {k}: the learning rate is 0.1 in A and 0.05 in B"
-    )
+    assert found.verdict == (f"they differ first at step {k}: the learning rate is 0.1 in A and 0.05 in B")
     assert found.cause == f"another schedule, constant(0.1) in A and {schedule} in B"
     assert {t.step for t in found.tensors} == {3 if k < 3 else 6}
 

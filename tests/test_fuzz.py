@@ -146,9 +146,9 @@ def sensible(chance: Random) -> Any:
 
 FIELDS = [name for name in Trainer.__dataclass_fields__ if not name.startswith("_")]
 CALLS: dict[Any, list[str]] = {
-    ss.sgd: ["momentum", "nesterov", "weight_decay"], ss.ema: ["decay", "start"],
+    ss.sgd: ["lr", "momentum", "nesterov", "weight_decay"], ss.ema: ["decay", "start"],
     ss.group: ["lr_scale", "weight_decay", "frozen"], ss.adam: ["beta1", "beta2", "eps", "weight_decay"],
-    ss.adamw: ["beta1", "eps"], ss.adagrad: ["eps"], ss.sgld: ["temperature"], ss.swa: ["start", "every", "unit"],
+    ss.adamw: ["lr", "beta1", "eps"], ss.adagrad: ["eps"], ss.sgld: ["temperature"], ss.swa: ["start", "every", "unit"],
     ss.cpu: ["i"], ss.gpu: ["i"], ss.Device.of: ["name"], parse: ["text"], from_json: ["stored"],
     ss.Plateau: ["lr", "factor", "patience", "mode", "threshold", "cooldown", "floor"], ss.Run.load: [], verify.counts: [],
 }  # fmt: skip

@@ -58,3 +58,15 @@ def test_two_groups_take_turns():
     del alone, both
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("samestep")]
+
+
+def test_the_rate_of_an_optimizer():
+    """It is followed by a fit and by a loop of one's own, and the history has it as it was written."""
+    data, make = suite.data("mlp_with_dropout", N), suite.zoo.mlp_with_dropout
+    given = settings() | {"optimizer": ss.sgd(momentum=0.9, lr=ss.drops(0.05, [1], 0.6).in_epochs(3))}
+    run = ss.Trainer(EPOCHS, BATCH, devices=KIND, progress=False, **given).fit(make(), data)
+    assert [row["lr"] for row in run.history] == [0.05, 0.03]
+    group = ss.Group(make(), devices=[KIND] * 2, **given)
+    assert [group.step(x, y).fingerprint for x, y in steps(data)] == run.fingerprints
+    plain = ss.Group(make(), devices=KIND, **given | {"optimizer": ss.sgd(momentum=0.9)})
+    assert [plain.step(x, y).fingerprint for x, y in steps(data)] != run.fingerprints

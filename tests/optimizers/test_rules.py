@@ -15,6 +15,7 @@ from conformance import suite
 from samestep import draws
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.rules import SGD, SGLD, AdaGrad, Adam, Optimizer, adagrad, adam, adamw, sgd, sgld
+from samestep.schedules.kinds import cosine
 from samestep.shards import cut
 
 # float64, 200 steps: torch fuses a product and a sum where samestep rounds each, and orders the factors of Adam in its own
@@ -163,7 +164,7 @@ def test_update_leaves_what_it_was_given_as_it_was(optimizer: Optimizer) -> None
 def of_torch(optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
     """The optimizer of torch.optim that does the same."""
     if isinstance(optimizer, SGD):
-        return torch.optim.SGD(parameters, **dataclasses.asdict(optimizer))
+        return torch.optim.SGD(parameters, **dataclasses.asdict(optimizer) | {"lr": optimizer.default_lr})
     if isinstance(optimizer, AdaGrad):
         return torch.optim.Adagrad(parameters, eps=optimizer.eps)
     made = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
@@ -337,6 +338,9 @@ RANGE = "must be finite and at least 0"
         (adamw, {"beta2": np.nan}, Invalid, f"adamw: beta2 {RANGE}, got beta2=nan"),
         (adamw, {"eps": None}, WrongType, "adamw: eps must be a number, got eps=None"),
         (adamw, {"weight_decay": "a"}, WrongType, "adamw: weight_decay must be a number, got weight_decay='a'"),
+        (adam, {"lr": -1}, Invalid, f"adam: lr {RANGE}, got lr=-1.0"),
+        (sgd, {"lr": True}, WrongType, "sgd: lr must be a number, got lr=True"),
+        (adamw, {"lr": "cosin(1, 2)"}, Invalid, "schedule: no schedule is called 'cosin'; did you mean cosine?"),
         (sgld, {"temperature": -1}, Invalid, f"sgld: temperature {RANGE}, got temperature=-1"),
         (sgld, {"temperature": np.inf}, Invalid, f"sgld: temperature {RANGE}, got temperature=inf"),
         (sgld, {"temperature": "hot"}, WrongType, "sgld: temperature must be a number, got temperature='hot'"),
@@ -414,3 +418,63 @@ def test_an_update_of_ones_own_is_what_is_made() -> None:
         there, back = weights(SGD(), shards), weights(Backwards(), shards)
         assert there != start
         np.testing.assert_allclose(np.array(back) - start, np.array(start) - there, rtol=1e-5, atol=1e-7)
+
+
+# The rate that is given with an optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "default"), [(sgd, 0.1), (adam, 0.001), (adamw, 0.001), (adagrad, 0.01), (sgld, 0.01)]
+)
+def test_each_optimizer_has_a_rate_of_its_own(make: Any, default: float) -> None:
+    from samestep import Trainer
+
+    data = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+
+    def recipe(**settings: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        run = Trainer(1, 4, progress=False, devices="cpu", **settings).fit(torch.nn.Linear(4, 2), data)
+        assert run.history[0]["lr"] == float(run.recipe["schedule"][len("constant(") : -1])
+        return run.recipe | {"result": run.fingerprint}
+
+    assert recipe(optimizer=make())["schedule"] == f"constant({default})"
+    assert recipe(optimizer=make()) == recipe(optimizer=make(lr=default))
+    # wherever it is written, it stands in one place of the recipe
+    given = [
+        recipe(optimizer=make(lr=0.05)),
+        recipe(optimizer=make(), lr=0.05),
+        recipe(optimizer=make(), schedule=0.05),
+    ]
+    assert given[0] == given[1] == given[2] != recipe(optimizer=make())
+    assert given[0]["schedule"] == "constant(0.05)"
+    assert given[0]["optimizer"] == repr(make())
+
+
+def test_the_rate_of_adam_and_adagrad_is_that_of_torch_and_keras() -> None:
+    parameters = [torch.zeros(1, requires_grad=True)]
+    for ours, theirs in ((adam(), torch.optim.Adam), (adamw(), torch.optim.AdamW), (adagrad(), torch.optim.Adagrad)):
+        assert ours.default_lr == theirs(parameters).defaults["lr"]
+
+
+def test_a_rate_is_shown_if_it_was_given() -> None:
+    given = adam(lr=1e-3)
+    assert (
+        repr(given) == "Adam(lr=constant(0.001), beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, decoupled=False)"
+    )
+    assert given == adam(lr="constant(0.001)") != adam()
+    assert (
+        repr(sgd(0.9, lr=cosine(0.3, 20))) == "SGD(lr=cosine(0.3, 20), momentum=0.9, nesterov=False, weight_decay=0.0)"
+    )
+
+
+def test_an_optimizer_of_ones_own_needs_no_rate() -> None:
+    class Sign(Optimizer):
+        def update(self, x, g, state, lr, t=0, z=None):  # type: ignore[no-untyped-def]
+            return x - g.sign() * lr, state
+
+    from samestep import Trainer
+
+    torch.manual_seed(0)
+    trainer = Trainer(1, 4, optimizer=Sign(), progress=False, devices="cpu")
+    run = trainer.fit(torch.nn.Linear(4, 2), (np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])))
+    assert (run.recipe["schedule"], run.history[0]["lr"]) == ("constant(0.1)", 0.1)

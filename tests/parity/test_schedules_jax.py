@@ -115,6 +115,18 @@ def test_in_epochs_without_and_with_bind() -> None:
     assert Loop(optax.sgd(schedule_fn(schedule.bind(5), 40))).run(40) == float32(schedule.bind(5), 40)
 
 
+def test_where_a_schedule_ends_no_steps_are_needed() -> None:
+    for schedule in (cosine(0.3, 8).warmup(3), poly(0.1, 4).in_epochs(5), drops(0.1, [4, 7], 0.5)):
+        assert list(np.asarray(schedule.optax()(jnp.arange(UPDATES)))) == float32(schedule)
+    with pytest.raises(Invalid) as caught:
+        exponential(0.1, 0.9).optax()
+    assert str(caught.value) == (
+        "optax.schedule_fn: exponential(0.1, 0.9) has no end: say how many steps will be trained, steps=..."
+    )
+    with pytest.raises(Invalid, match=r"how many steps has an epoch\? .* \.bind"):
+        poly(0.1, 4).in_epochs().optax()
+
+
 def test_refused() -> None:
     with pytest.raises(Invalid, match="steps must be at least 1, got steps=0"):
         schedule_fn(poly(1, 5), 0)

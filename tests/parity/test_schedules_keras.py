@@ -25,7 +25,7 @@ from parity.tolerances import EXPORTED, STEPS, UPDATES, agree, float32
 from samestep.errors import Invalid, WrongType
 from samestep.schedules.algebra import Schedule
 from samestep.schedules.exports.keras import Scheduled, callback
-from samestep.schedules.kinds import cosine, exponential, piecewise, poly
+from samestep.schedules.kinds import cosine, exponential, geometric, piecewise, poly
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras, with NumPy 2
 by_name = pytest.mark.parametrize("name", EXPORTED)
@@ -147,6 +147,17 @@ def test_one_rate_an_epoch(ours: Schedule) -> None:
     expected = float32(ours.bind(1).every(3), 36)
     assert fit(model, 3, [callback(ours)], epochs=5) == expected[:15]
     assert fit(model, 3, [callback(ours)], initial_epoch=5, epochs=12) == expected[15:]
+
+
+def test_where_a_schedule_ends_no_steps_are_needed() -> None:
+    schedule = cosine(0.3, 8).warmup(3)
+    ours = schedule.keras()
+    assert (ours.steps, ours.get_config()["steps"]) == (12, 12)
+    assert Loop(SGD(ours), compiled=False).run(UPDATES) == float32(schedule)
+    with pytest.raises(
+        Invalid, match=r"^keras.schedule: geometric\(0.1, 0.9\) has no end: say how many steps will be "
+    ):
+        geometric(0.1, 0.9).keras()
 
 
 def test_refused() -> None:

@@ -520,6 +520,11 @@ def test_ranks_with_different_recipes(given: dict[str, Any], difference: str, la
     check_all(ranks, [("Invalid", f"rank 1 has another recipe than rank 0: {difference}")] * 3)
 
 
+def test_a_schedule_that_ends_early_is_told_by_the_first_process_alone(launch: Launch) -> None:
+    ranks = launch(2, "one", schedule="poly(0.1, 2)").end()
+    assert [seen.output.count("schedule: poly(0.1, 2) ends at step 2 of ") for seen in ranks] == [1, 0]
+
+
 WHOLE = "rank 1 has another batch or setting (every process gives the whole batch) than rank 0"
 
 

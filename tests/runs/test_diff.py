@@ -188,11 +188,19 @@ def test_a_schedule_that_departs_at_step_k(base: Path, tmp_path: Path, k: int) -
     schedule = ss.piecewise([k], [0.1, 0.05]) if k else ss.constant(0.05)
     found = compare(base, fit(tmp_path / "other", schedule=schedule))
     assert (found.kind, found.first_step, found.shards) == ("rate", k, None)
-    assert found.verdict == (
-        f"they differ first at step {k}: the learning rate is 0.10000000149011612 in A and 0.05000000074505806 in B"
-    )
+    assert found.verdict == (f"they differ first at step {k}: the learning rate is 0.1 in A and 0.05 in B")
     assert found.cause == f"another schedule, constant(0.1) in A and {schedule} in B"
     assert {t.step for t in found.tensors} == {3 if k < 3 else 6}
+
+
+def test_a_log_with_the_digits_of_float32_as_they_were_once_written(base: Path, twin: Path) -> None:
+    for step in range(STEPS):
+        change_step(twin, step, lr=lambda lr: float(np.float32(lr)))
+    assert "0.10000000149011612" in (twin / "events.jsonl").read_text()
+    assert compare(base, twin).same
+    change_step(twin, 3, lr=lambda lr: float(np.nextafter(np.float32(lr), np.float32(1))))
+    found = compare(base, twin)
+    assert (found.kind, found.first_step) == ("rate", 3)
 
 
 def test_a_schedule_of_another_name_and_the_same_rates(base: Path, tmp_path: Path) -> None:

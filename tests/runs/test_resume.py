@@ -954,6 +954,7 @@ def test_a_run_that_has_ended_is_given_back(name: str, tmp_path: Path) -> None:
     assert "weights.safetensors" in listing(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:schedule. cosine:UserWarning")  # it ends before the longer run does
 @pytest.mark.parametrize("every", [1, "1 epoch", "2 epochs"])
 @pytest.mark.parametrize("name", ["momentum", "plateau", "swa of epochs", "dropout"])
 def test_more_epochs_equal_the_longer_run(name: str, every: Any, tmp_path: Path) -> None:

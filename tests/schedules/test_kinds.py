@@ -1070,3 +1070,60 @@ def test_a_refused_observation_or_state_changes_nothing() -> None:
     with pytest.raises(WrongType, match=r"^from_state: state must be what state\(\) gave"):
         Plateau.from_state({**before, "more": 1})
     assert plateau.state() == before
+
+
+# Where a schedule ends
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length"),
+    [
+        (constant(0.1), 0),
+        (poly(0.1, 10), 10),
+        (cosine(0.1, 10), 10),
+        (one_cycle(0.1, 10), 9),
+        (table([0.3, 0.2, 0.1]), 2),
+        (drops(0.1, [5, 8], 0.1), 8),
+        (drops(0.1, [], 0.1), 0),
+        (piecewise([2, 4], [0.3, 0.2, 0.1]), 4),
+        (cosine(0.1, 10).warmup(3), 13),
+        (constant(0.1).warmup(3), 3),
+        (exponential(0.1, 0.5).then(poly(0.1, 4), 6), 10),
+        (cosine(0.1, 10).shift(4), 6),
+        (constant(0.1).shift(4), 0),
+        (exponential(0.1, 0.5).hold(7), 7),
+        (cosine(0.1, 10).hold(70), 10),
+        (cosine(0.1, 10).every(3), 30),
+        (2 * cosine(0.1, 10) + poly(0.1, 12, end=0.01) * drops(0.1, [15], 0.1), 15),
+        (cosine(0.1, 10).clip(0.0, 0.05).floor(1e-4), 10),
+        (cosine(0.1, 10).in_epochs(), 10),  # epochs, its unit
+        (cosine(0.1, 10).in_epochs().bind(7), 70),
+        (cosine(0.1, 10).in_epochs(7, smooth=True), 70),
+    ],
+    ids=repr,
+)
+def test_a_schedule_knows_where_it_ends(schedule: Schedule, length: int) -> None:
+    assert schedule.length == length
+    if schedule.unit == "steps":
+        last = schedule(length)
+        assert schedule(range(length, length + 50)).tolist() == [last] * 50
+        assert length == 0 or schedule(length - 1) != last or schedule.op == "floor"  # and not before
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [exponential(0.1, 0.9), geometric(0.1, 0.9), natural_exp(0.1, 0.1), inverse_power(0.1), triangle(0, 1, 5),
+     cosine(0.1, 10).restart(10), exponential(0.1, 0.9).warmup(3), cosine(0.1, 10) + exponential(0.1, 0.9),
+     cosine(0.1, 10).then(triangle(0, 1, 5), 10), exponential(0.1, 0.9).in_epochs(10)],
+    ids=repr,
+)  # fmt: skip
+def test_a_schedule_without_an_end_says_so(schedule: Schedule) -> None:
+    assert schedule.length is None
+
+
+@properties
+@given(pieces(), st.integers(1, 5))
+def test_past_its_end_no_schedule_changes(schedule: Schedule, steps_per_epoch: int) -> None:
+    schedule = schedule.bind(steps_per_epoch)
+    if schedule.length is not None and schedule.length < 10**6:
+        assert len(set(schedule(range(schedule.length, schedule.length + 100)).tolist())) == 1

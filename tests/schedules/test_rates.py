@@ -22,9 +22,21 @@ import samestep as ss
 from samestep.backends.losses import Shape
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import path_average
-from samestep.schedules.kinds import constant, cosine, drops, geometric, natural_exp, poly, table
+from samestep.schedules.kinds import (
+    constant,
+    cosine,
+    drops,
+    exponential,
+    geometric,
+    natural_exp,
+    one_cycle,
+    piecewise,
+    poly,
+    table,
+    triangle,
+)
 from samestep.schedules.plateau import Plateau
-from samestep.schedules.rates import Rates
+from samestep.schedules.rates import Rates, as_written, ends_early
 from samestep.schedules.text import parse
 
 STEPS, EPOCHS = 5, 3  # 71 examples in batches of 16: the last has 7
@@ -74,14 +86,15 @@ def metered(rates, dtype=np.float32):
 
 def check(folder, expected, model=None, dtype=np.float32, counts=(1, 3), **settings):
     """Fit on some numbers of devices: each update is told, and made, with the rate expected, rounded once."""
-    expected = [float(dtype(rate)) for rate in expected]
+    told = [float(str(dtype(rate))) for rate in expected]  # as it was written: 0.05, not 0.05000000074505806
+    assert [dtype(rate) for rate in told] == [dtype(rate) for rate in expected]
     runs = []
     for count in counts:
         path = folder / str(count)
         run = trainer(devices=count, run_dir=path, **settings).fit(model or Meter(), data(dtype))
         assert len(run.devices) == count
-        assert lrs(path) == expected
-        assert [row["lr"] for row in run.history] == expected[STEPS - 1 :: STEPS]
+        assert lrs(path) == told
+        assert [row["lr"] for row in run.history] == told[STEPS - 1 :: STEPS]
         [final] = run.weights().values()
         assert final.tobytes() == metered(expected, dtype).tobytes()
         runs.append(run)
@@ -368,7 +381,7 @@ def test_plateau_follows_loss_or_accuracy_of_test_or_training_examples(mode, wit
     follow = ("test_" if with_test else "train_") + ("loss" if mode == "min" else "accuracy")
     twin, expected = Plateau(0.4, patience=0, mode=mode), []
     for row in runs[0].history:
-        expected.append(float(np.float32(twin.lr)))
+        expected.append(twin.lr)
         twin.observe(row[follow])
     assert [row["lr"] for row in runs[0].history] == expected
     assert len(set(expected)) > 1  # it did drop
@@ -476,3 +489,76 @@ def test_what_counts_by_itself_is_read_and_not_called(attributes, rate):
     scheduler = type("Scheduler", (), {"__call__": lambda self, t: 0.25, **attributes})()
     updater = SimpleNamespace(fixed=False, read=lambda schedule, steps: ([0.5] * steps, ()))
     assert Rates(scheduler, [updater], 2, 3, Shape(None, "float32")).epoch(1) == [rate, rate]
+
+
+# A schedule that ends long before the run
+
+COUNTS_STEPS = "it counts steps; .in_epochs() makes it count epochs"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "end", "rate"),
+    [
+        (cosine(0.1, 10), 10, "0"),
+        (cosine(0.1, 10, end=0.01), 10, "0.01"),
+        (cosine(0.3, 8).warmup(2), 10, "0"),
+        (cosine(0.3, 10, end=0.01).warmup(5), 15, "0.01"),
+        (poly(0.1, 10), 10, "0"),
+        (poly(0.1, 1000), 1000, "0"),
+        (one_cycle(0.1, 10), 9, "4e-07"),
+        (one_cycle(0.1, 500), 499, "4e-07"),
+        (2 * cosine(0.1, 10).floor(1e-3), 10, "0.002"),
+        (table([0.1 / (1 + t) for t in range(10)]), 9, "0.01"),
+    ],
+    ids=repr,
+)
+def test_a_schedule_that_is_over_early_is_told(schedule, end, rate):
+    told = (
+        f"schedule: {schedule} ends at step {end} of 2350, and the rate stays at {rate} from there on: {COUNTS_STEPS}"
+    )
+    assert ends_early(schedule, 235, 10) == told
+    assert ends_early(schedule.in_epochs(), 235, 10) is None
+    assert ends_early(schedule.in_epochs(235), 235, 10) is None
+    assert ends_early(schedule, end, 2) is None  # it lasts for half of the run
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [None, constant(0.1), constant(0.1).warmup(5), drops(0.1, [5, 8], 0.1), piecewise([5, 8], [0.1, 0.01, 0.001]),
+     constant(0.1).warmup(5) * drops(1, [1000], 0.1), cosine(0.1, 500, end=0.01), exponential(0.1, 0.9), triangle(0, 1, 5),
+     cosine(0.1, 10).restart(10), cosine(0.1, 10).then(constant(0.2), 10), table([0.1] * 10), Plateau(0.1), by_hand],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_meant_to_stay_at_its_rate_is_not_told(schedule):
+    assert ends_early(schedule, 235, 10) is None
+
+
+def test_it_is_told_once_in_a_fit():
+    """Not in every epoch, and from where the user called fit."""
+    message = f"schedule: cosine(0.1, 3) ends at step 3 of 15, and the rate stays at 0 from there on: {COUNTS_STEPS}"
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$") as caught:
+        run = trainer(schedule=cosine(0.1, 3)).fit(Meter(), data())
+    assert [warning.filename for warning in caught] == [__file__]
+    assert [row["lr"] for row in run.history] == [0.0, 0.0, 0.0]
+    trainer(schedule=cosine(0.1, 3).in_epochs()).fit(Meter(), data())  # a warning would be an error here
+
+
+# Rates as they were written
+
+
+def test_a_rate_reads_as_it_was_written():
+    run = trainer(schedule=0.05).fit(Meter(), data())
+    assert [row["lr"] for row in run.history] == [0.05] * EPOCHS
+    assert run.weights()["weight"] == metered([0.05] * len(T))  # and is applied as before
+    assert metered([0.05]) != 0.05
+
+
+def test_the_rate_that_was_applied_follows_from_what_is_told():
+    random = np.random.default_rng(0)
+    for dtype in ("float16", "float32", "float64"):
+        kind = np.dtype(dtype).type
+        for lr in (kind(10.0**exponent * random.random()) for exponent in random.uniform(-6, 1, 2000)):
+            told = as_written(float(lr), dtype)
+            assert kind(told) == lr
+            assert as_written(told, dtype) == told
+    assert as_written(float(np.float32(0.1)), "float64") != 0.1  # the broken twin: another type has other digits

@@ -49,14 +49,16 @@ def looked_at(numbers: Any, **about: Any) -> tuple[Any, Any, Any]:
     batches = [[(0, 2), (2, 4)], [(4, 6), (6, 8)], [(8, 10), (10, 12)], [(12, 14), (14, 16)], [(16, 18), (18, 19)]]
     one: Any = SimpleNamespace(
         backend=SimpleNamespace(fetch=np.concatenate), settings=SimpleNamespace(shards=2), batches=batches, emit=told.append,
-        shape=SimpleNamespace(classes=3), result=SimpleNamespace(fingerprints=["before"]), measure=Measure(), warned=False,
+        shape=SimpleNamespace(classes=3, dtype="float32"), result=SimpleNamespace(fingerprints=["before"]),
+        measure=Measure(), warned=False,
         group=SimpleNamespace(weighted=False),
     )  # fmt: skip
     one.weights_of = lambda more: Fit.weights_of(one, more)
     vars(one).update(about)
     prints = [np.array([value], np.int64) for value in (-1, 10)]
     pending = list(zip(np.array(numbers, np.float32), prints, strict=True))
-    table = Fit.look(one, pending, 2, 3, [0.1, 0.2, 0.3, 0.4, 0.5])
+    rates = [float(np.float32(lr)) for lr in (0.1, 0.2, 0.3, 0.4, 0.5)]  # as they are applied
+    table = Fit.look(one, pending, 2, 3, rates)
     return table, one.result.fingerprints, told
 
 

@@ -156,3 +156,75 @@ def test_what_is_not_of_a_group(tmp_path: Path) -> None:
     [path] = (tmp_path / "run" / "checkpoints").iterdir()
     with pytest.raises(Invalid, match="was written by a fit: start from its weights with Trainer.fit"):
         ss.Group.load(path, torch.nn.Linear(4, 3))
+
+
+# The rate
+
+
+def steps_of(made: ss.Group, rates: list[Any]) -> list[str]:
+    return [made.step(X, Y, **({} if lr is None else {"lr": lr})).fingerprint for lr in rates]
+
+
+def rated(**settings: Any) -> ss.Group:
+    torch.manual_seed(0)
+    return group(**settings)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rates"),
+    [
+        (ss.adam(), [0.001] * 4),
+        (ss.adam(lr=0.02), [0.02] * 4),
+        (ss.sgd(lr=ss.poly(0.4, 4)), [0.4, 0.3, 0.2, 0.1]),
+        (ss.sgd(lr="poly(0.4, 2).in_epochs(2)"), [0.4, 0.4, 0.2, 0.2]),
+        (ss.sgd(lr=lambda t: 0.4 / (1 + t)), [0.4 / (1 + t) for t in range(4)]),
+    ],
+)
+def test_a_group_follows_the_rate_of_its_optimizer(optimizer: Any, rates: list[float]) -> None:
+    plain = ss.adam() if "Adam" in repr(optimizer) else ss.sgd()
+    assert steps_of(rated(optimizer=optimizer), [None] * 4) == steps_of(rated(optimizer=plain), rates)
+    told = steps_of(rated(optimizer=optimizer), [0.5] * 4)  # that of the step counts more
+    assert told == steps_of(rated(optimizer=plain), [0.5] * 4) != steps_of(rated(optimizer=plain), rates)
+
+
+def test_a_group_that_was_loaded_goes_on_with_its_rate(tmp_path: Path) -> None:
+    optimizer, path = ss.sgd(momentum=0.9, lr=ss.poly(0.4, 4)), tmp_path / "group"
+    whole = steps_of(rated(optimizer=optimizer), [None] * 4)
+    half = rated(optimizer=optimizer)
+    steps_of(half, [None] * 2)
+    half.save(path)
+    loaded = ss.Group.load(path, torch.nn.Linear(4, 3), devices="cpu")
+    assert steps_of(loaded, [None] * 2) == whole[2:]
+    other = ss.Group.load(path, torch.nn.Linear(4, 3), devices="cpu", optimizer=ss.sgd(momentum=0.9))
+    assert steps_of(other, [None] * 2) != whole[2:]  # another one may be given
+
+
+def test_a_file_of_a_group_without_a_rate_is_read(tmp_path: Path) -> None:
+    """As those that were written before optimizers had one."""
+    made, path = rated(optimizer=ss.adam()), tmp_path / "group"
+    made.step(X, Y)
+    made.save(path)
+    found = checkpoint.read(path)
+    assert found.about.pop("lr") is None
+    assert "lr" not in found.about["optimizer"][1]
+    checkpoint.write(path, checkpoint.pack(found.about, found.tensors))
+    again = steps_of(ss.Group.load(path, torch.nn.Linear(4, 3), devices="cpu"), [None])
+    assert again == steps_of(made, [None])
+
+
+def test_a_function_as_the_rate_is_given_again(tmp_path: Path) -> None:
+    made, path = rated(optimizer=ss.sgd(lr=lambda t: 0.1)), tmp_path / "group"
+    made.step(X, Y)
+    made.save(path)
+    with pytest.raises(Invalid, match="was saved with a function as the rate: give the optimizer and its lr again$"):
+        ss.Group.load(path, torch.nn.Linear(4, 3))
+    assert ss.Group.load(path, torch.nn.Linear(4, 3), optimizer=ss.sgd(lr=lambda t: 0.1)).steps == 1
+
+
+@pytest.mark.parametrize("lr", [ss.Plateau(0.1), ss.cosine(0.1, 3).in_epochs()], ids=repr)
+def test_a_rate_that_needs_epochs_is_refused(lr: Any) -> None:
+    with pytest.raises(Invalid) as caught:
+        group(optimizer=ss.sgd(lr=lr))
+    said = str(caught.value)
+    assert said.startswith("a Group has no epochs and no schedulers, got the rate ")
+    assert said.endswith(": give a schedule in steps, such as .in_epochs(steps_per_epoch), or lr to every step")

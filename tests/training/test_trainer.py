@@ -4,6 +4,7 @@ import inspect
 import json
 import multiprocessing
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from samestep import draws, portable
 from samestep.backends import find
 from samestep.errors import BackendMissing, Invalid, NotDeterministic, NotFinite, OutOfMemory, WrongType
 from samestep.models import torch as models
+from samestep.schedules.rates import as_written
 from samestep.shards import cut
 
 ROUNDING = 1e-12  # relative, float64: the same sums in another order, over some tens of steps
@@ -220,7 +222,7 @@ def test_the_rate_of_update_t_is_schedule_of_t():
 
     run = trainer(schedule=schedule).fit(net(), numbers())
     assert asked == list(range(8))
-    assert [row["lr"] for row in run.history] == [float(np.float32(0.1)), 0.25]  # rounded once to the weights' type
+    assert [row["lr"] for row in run.history] == [0.1, 0.25]  # as it was written
 
 
 # What a fit leaves alone
@@ -305,7 +307,7 @@ def test_what_a_trainer_is_without_any_setting():
         "keep_checkpoints": 3, "resume": "auto", "workers": 0, "progress": None, "threads_per_shard": 1, "loss": None,
         "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
         "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
-        "metrics": {}, "monitor": None, "mode": "min", "patience": None,
+        "metrics": {}, "monitor": None, "mode": "min", "patience": None, "lr": None,
     }  # fmt: skip
 
 
@@ -340,6 +342,56 @@ def test_overrides_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("SAMESTEP_OVERRIDES", json.dumps({"epochs": 1}))
     with pytest.raises(Invalid, match="Trainer has no 'epochs'"):
         trainer()
+
+
+def test_lr_is_another_name_for_schedule():
+    assert trainer(lr=0.05) == trainer(schedule=0.05)
+    assert trainer(lr="cosine(0.3, 20)").schedule == ss.cosine(0.3, 20)
+    given = trainer(optimizer=ss.adam(beta1=0.8, lr=ss.cosine(0.3, 20).in_epochs()))
+    assert (given.optimizer, given.schedule) == (ss.adam(beta1=0.8), ss.cosine(0.3, 20).in_epochs())
+    assert replace(given, schedule=0.5).schedule == ss.constant(0.5)  # what was made can be changed
+    run = given.fit(net(), numbers())
+    assert [row["lr"] for row in run.history] == [0.3, as_written(ss.cosine(0.3, 20)(1), "float32")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lr": 0.1, "schedule": 0.2}, "schedule=0.2 and lr=0.1"),
+        ({"lr": 0.1, "optimizer": ss.adam(lr=0.2)}, "lr=0.1 and the optimizer's lr=constant(0.2)"),
+        ({"schedule": ss.cosine(0.1, 9), "optimizer": ss.sgd(lr=0.1)},
+         "schedule=cosine(0.1, 9) and the optimizer's lr=constant(0.1)"),
+        ({"lr": 0.1, "schedule": 0.1}, "schedule=0.1 and lr=0.1"),
+        ({"lr": 0, "schedule": 0}, "schedule=0 and lr=0"),
+    ],
+)  # fmt: skip
+def test_a_rate_in_two_places_is_refused(settings, told):
+    with pytest.raises(Invalid) as caught:
+        trainer(**settings)
+    assert str(caught.value) == f"the rate must be given in one place, got {told}: leave all but one out"
+
+
+def test_a_rate_that_is_none_is_refused_by_the_name_it_was_given():
+    with pytest.raises(Invalid, match="^lr must be finite and at least 0, got lr=-1.0$"):
+        trainer(lr=-1)
+    with pytest.raises(WrongType, match="^schedule must be a number, got schedule=True$"):
+        trainer(schedule=True)
+
+
+@pytest.mark.parametrize("name", ["schedule", "lr"])
+@pytest.mark.parametrize(
+    "written", [{}, {"lr": 0.1}, {"schedule": 0.1}, {"optimizer": ss.adam(lr=0.1)}, {"lr": 0.1, "schedule": 0.2}]
+)
+def test_the_rate_of_the_command_line_wins_wherever_the_script_has_written_one(name, written, monkeypatch):
+    monkeypatch.setenv("SAMESTEP_OVERRIDES", json.dumps({name: 0.03}))
+    given = trainer(**written)
+    assert (given.schedule, given.lr) == (ss.constant(0.03), None)
+    assert given.optimizer == (ss.adam() if "optimizer" in written else ss.sgd())
+
+
+def test_an_optimizer_of_torch_with_a_rate_takes_a_schedule_as_before():
+    run = trainer(optimizer=partial(torch.optim.Adam, lr=0.5), lr=0.03).fit(net(), numbers())
+    assert run.recipe["schedule"] == "constant(0.03)"
 
 
 @pytest.mark.parametrize("text", ["{bad", "3", "[1]", "[" * 100_000])

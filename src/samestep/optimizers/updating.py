@@ -92,6 +92,9 @@ class FlatUpdater(Updater):
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
+    def rate(self) -> float:
+        return self.optimizer.default_lr
+
     def follow(self, total: Vector, over: Any, lr: float, t: int, z: Vector) -> None:
         x = self.replica.parameters
         if self._on_host and is_ours(self.optimizer):

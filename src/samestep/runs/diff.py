@@ -21,6 +21,7 @@ from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Tensors
 from samestep.runs.recipe import flat, shown
 from samestep.runs.run import read_folder, read_weights
+from samestep.schedules.rates import as_written
 
 SHOWN, WIDTH = 20, 40  # tensors in the table; characters of a recipe's value
 ABSENT = "absent"  # stands for the value that one of the recipes does not have
@@ -277,7 +278,8 @@ def _open(path: Path) -> Side:
     for event in log:
         if event["event"] == "steps":
             hits = event["hits"] or [None] * len(event["loss"])
-            rows = zip(event["examples"], event["lr"], event["loss"], hits, event["fingerprint"], strict=True)
+            rates = [as_written(lr, recipe["precision"]) for lr in event["lr"]]  # older logs have more digits
+            rows = zip(event["examples"], rates, event["loss"], hits, event["fingerprint"], strict=True)
             side.steps |= enumerate(rows, event["first"])
         elif event["event"] == "lost":
             side.steps |= enumerate(((None, None, [], None, p) for p in event["fingerprint"]), event["first"])

@@ -73,6 +73,7 @@ def same_unit(op: str, given: dict[str, Any]) -> None:
 
 
 FORMULAS: dict[str, Callable[..., float]] = {}  # what was declared, by name
+ENDS: dict[str, Callable[..., float]] = {}  # its arguments to the time from which on its rate stays as it is
 OPS: dict[str, Callable[..., Schedule]] = {}  # what users call: without the time, it makes a schedule
 
 
@@ -82,19 +83,27 @@ def parameters(op: str) -> dict[str, inspect.Parameter]:
     return {"of" if name == "self" else name: p for name, p in inspect.signature(OPS[op]).parameters.items()}
 
 
-def formula(*needs: Need) -> Callable[[Callable[Concatenate[int, int, P], float]], Callable[P, Schedule]]:
-    """Declares a schedule by its formula: the rate at time t/d."""
-    return partial(_declare, needs)
+def never(*arguments: Any) -> float:
+    return math.inf
+
+
+def formula(
+    *needs: Need, ends: Callable[..., float] = never
+) -> Callable[[Callable[Concatenate[int, int, P], float]], Callable[P, Schedule]]:
+    """Declares a schedule by its formula: the rate at time t/d; and when it ends, if it does."""
+    return partial(_declare, needs, ends)
 
 
 def method(
-    *needs: Need,
+    *needs: Need, ends: Callable[..., float] = never
 ) -> Callable[[Callable[Concatenate[Schedule, int, int, P], float]], Callable[Concatenate[Schedule, P], Schedule]]:
     """The same for a schedule that is made of another, `self`."""
-    return partial(_declare, needs)
+    return partial(_declare, needs, ends)
 
 
-def _declare(needs: tuple[Need, ...], formula: Callable[..., float]) -> Callable[..., Schedule]:
+def _declare(
+    needs: tuple[Need, ...], ends: Callable[..., float], formula: Callable[..., float]
+) -> Callable[..., Schedule]:
     op, signature = formula.__name__, inspect.signature(formula)
     timeless = [p for p in signature.parameters.values() if p.name not in ("t", "d")]
     signature = signature.replace(parameters=timeless, return_annotation="Schedule")
@@ -112,7 +121,7 @@ def _declare(needs: tuple[Need, ...], formula: Callable[..., float]) -> Callable
         return Schedule(op, tuple(given.values()))
 
     vars(make)["__signature__"] = signature
-    FORMULAS[op], OPS[op] = formula, make
+    FORMULAS[op], OPS[op], ENDS[op] = formula, make, ends
     return make
 
 
@@ -174,7 +183,21 @@ class Schedule(Exports):
         """The rates of the first n updates: s(0), ..., s(n - 1)."""
         return self(np.arange(whole("values", "n", n)))
 
-    @method(in_steps)
+    @property
+    def length(self) -> int | None:
+        """From which t on the rate stays as it is, s(t) = s(length), in its `unit`; None if it has no such end.
+
+        >>> from samestep.schedules.kinds import cosine, exponential
+        >>> cosine(0.3, 20).warmup(5).length, cosine(0.3, 20).in_epochs(100).length, exponential(0.3, 0.9).length
+        (25, 2000, None)
+        """
+        end = self._end()
+        return None if end == math.inf else int(end)
+
+    def _end(self) -> float:
+        return ENDS[self.op](*self.arguments)
+
+    @method(in_steps, ends=lambda of, n, *_: n + of._end())
     def warmup(
         self, t: int, d: int, n: Steps, start: Rate = 0.0, mode: Annotated[str, one_of("linear", "constant")] = "linear"
     ) -> float:
@@ -190,7 +213,7 @@ class Schedule(Exports):
             return self._at(t - n * d, d)
         return start if mode == "constant" else start + (self._at(0, 1) - start) * t / (n * d)
 
-    @method(in_steps)
+    @method(in_steps, ends=lambda of, other, at: at + other._end())
     def then(self, t: int, d: int, other: Part, at: Steps) -> float:
         """Follow s until t = at, then `other` from its beginning: η(t) = s(t) for t < at, then other(t − at)."""
         return self._at(t, d) if t < at * d else other._at(t - at * d, d)
@@ -213,32 +236,32 @@ class Schedule(Exports):
             k, t, d, length = k + 1, t - length, d * mult, length * mult
         return power(decay, k) * self._at(t, d)
 
-    @method(in_steps)
+    @method(in_steps, ends=lambda of, k: max(of._end() - k, 0))
     def shift(self, t: int, d: int, k: Steps) -> float:
         """Skip the first k rates: η(t) = s(t + k)."""
         return self._at(t + k * d, d)
 
-    @method(in_steps)
+    @method(in_steps, ends=lambda of, at: min(of._end(), at))
     def hold(self, t: int, d: int, at: Steps) -> float:
         """Stay at s(at) from t = at on: η(t) = s(min(t, at))."""
         return self._at(t, d) if t < at * d else self._at(at, 1)
 
-    @method(in_steps)
+    @method(in_steps, ends=lambda of, n: of._end() * n)
     def every(self, t: int, d: int, n: Count) -> float:
         """Use each rate for n updates: η(t) = s(⌊t/n⌋)."""
         return self._at(t // (n * d), 1)
 
-    @method(ordered("lo", "hi"))
+    @method(ordered("lo", "hi"), ends=lambda of, *_: of._end())
     def clip(self, t: int, d: int, lo: Rate, hi: Rate) -> float:
         """Keep the rate between lo and hi: η(t) = min(max(s(t), lo), hi)."""
         return min(max(self._at(t, d), lo), hi)
 
-    @method()
+    @method(ends=lambda of, *_: of._end())
     def floor(self, t: int, d: int, lo: Rate) -> float:
         """Keep the rate at lo or above: η(t) = max(s(t), lo)."""
         return max(self._at(t, d), lo)
 
-    @method(no_unit_yet)
+    @method(no_unit_yet, ends=lambda of, steps_per_epoch, smooth: of._end() * (steps_per_epoch or 1))
     def in_epochs(self, t: int, d: int, steps_per_epoch: CountOrNone = None, smooth: Flag = False) -> float:
         """Count epochs where s counts t: s(e) holds through epoch e; smooth: s moves within the epoch as well.
 
@@ -284,9 +307,11 @@ class Schedule(Exports):
 
     def _epochs(self) -> list[int | None]:
         """The steps per epoch of each part that counts epochs."""
-        if self.op == "in_epochs":
-            return [self.arguments[1]]
-        return [n for value in self.arguments if isinstance(value, Schedule) for n in value._epochs()]
+        return [part.arguments[1] for part in self._parts() if part.op == "in_epochs"]
+
+    def _parts(self) -> list[Schedule]:
+        """This schedule and all that it is made of."""
+        return [self, *(part for value in self.arguments if isinstance(value, Schedule) for part in value._parts())]
 
     # Showing and storing
 
@@ -324,16 +349,16 @@ def _held(value: Any, binding: int) -> str:
 METHODS = dict(OPS)  # those that are declared so far
 
 
-@formula(same_unit)
+@formula(same_unit, ends=lambda a, b: max(a._end(), b._end()))
 def add(t: int, d: int, a: Part, b: Part) -> float:
     return a._at(t, d) + b._at(t, d)
 
 
-@formula(same_unit)
+@formula(same_unit, ends=lambda a, b: max(a._end(), b._end()))
 def multiply(t: int, d: int, a: Part, b: Part) -> float:
     return a._at(t, d) * b._at(t, d)
 
 
-@formula()
+@formula(ends=lambda of, by: of._end())
 def scale(t: int, d: int, of: Part, by: Rate) -> float:
     return by * of._at(t, d)

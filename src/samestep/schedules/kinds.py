@@ -30,7 +30,7 @@ Boundaries = Annotated[Sequence[int] | NDArray[Any], boundaries]
 RateList = Annotated[Sequence[float] | NDArray[Any], numbers]
 
 
-@formula()
+@formula(ends=lambda lr: 0)
 def constant(t: int, d: int, lr: Rate) -> float:
     """The same rate always: η(t) = lr.
 
@@ -74,7 +74,7 @@ def inverse_power(t: int, d: int, lr: Rate, beta: Rate = 1.0, alpha: Rate = 0.5)
     return lr / base if alpha == 1 else lr * power(base, -alpha)  # a quotient is rounded once
 
 
-@formula()
+@formula(ends=lambda lr, T, *_: T)
 def poly(t: int, d: int, lr: Rate, T: Count, end: Rate = 0.0, power: AboveZero = 1.0) -> float:
     """From lr to `end` in T updates: η(t) = end + (lr − end)·(1 − t/T)^power. A line by default.
 
@@ -85,7 +85,7 @@ def poly(t: int, d: int, lr: Rate, T: Count, end: Rate = 0.0, power: AboveZero =
     return end + (lr - end) * float((1 - min(t, d) / d) ** power)
 
 
-@formula()
+@formula(ends=lambda lr, T, end: T)
 def cosine(t: int, d: int, lr: Rate, T: Count, end: Rate = 0.0) -> float:
     """From lr to `end` in T updates along half a cosine: η(t) = end + (lr − end)·(1 + cos(π·t/T))/2.
 
@@ -121,7 +121,7 @@ def _one_more(op: str, given: dict[str, Any]) -> None:
         raise Invalid(f"{op}: values must have one more than at, got {rates} values for {bounds} boundaries")
 
 
-@formula(_one_more)
+@formula(_one_more, ends=lambda at, values: max(at, default=0))
 def piecewise(t: int, d: int, at: Boundaries, values: RateList) -> float:
     """Constant between boundaries: η(t) = values[number of boundaries ≤ t]; there is one value more than boundaries.
 
@@ -131,7 +131,7 @@ def piecewise(t: int, d: int, at: Boundaries, values: RateList) -> float:
     return values[bisect_right(at, t // d)]
 
 
-@formula()
+@formula(ends=lambda lr, at, factor: max(at, default=0))
 def drops(t: int, d: int, lr: Rate, at: Boundaries, factor: Rate) -> float:
     """Multiplied by `factor` at each boundary: η(t) = lr·factor·…·factor, once for every boundary ≤ t.
 
@@ -167,7 +167,7 @@ def triangle(
     return low + (high - low) * height * power(decay, cycle - 1 if per == "cycle" else t / d)
 
 
-@formula()
+@formula(ends=lambda peak, T, *_: T - 1)
 def one_cycle(
     t: int, d: int, peak: Rate, T: Count, up: Share = 0.3, div: AboveZero = 25.0, final_div: AboveZero = 1e4,
     anneal: Anneal = "cos",
@@ -194,7 +194,7 @@ def _not_empty(op: str, given: dict[str, Any]) -> None:
         raise Invalid(f"{op}: values must have at least one rate, got values=[]")
 
 
-@formula(_not_empty)
+@formula(_not_empty, ends=lambda values: len(values) - 1)
 def table(t: int, d: int, values: RateList) -> float:
     """The rates one by one: η(t) = values[t], and the last one ever after.
 

@@ -1,6 +1,6 @@
-"""From what a user writes as `schedule` to the rate of every update.
+"""From what a user writes as `lr` or `schedule` to the rate of every update.
 
-    None                      0.1, or the rate that a framework's own optimizer came with
+    None                      the default of the optimizer, or the rate that a framework's own came with
     0.1                       always that
     "cosine(0.3, 20)"         an expression, as on the command line
     cosine(0.3, 20)           a schedule; one in epochs is told how many steps an epoch has
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 
@@ -32,13 +32,63 @@ if TYPE_CHECKING:
     from samestep.backends.updaters import Updater
 
 
-def check_schedule(schedule: Any) -> Any:
-    """What a user passed as `schedule`, a number or an expression turned into a schedule; other kinds as they are."""
+FITTING = ("cosine", "poly", "one_cycle", "table")  # schedules that are made as long as a run; others have milestones
+NOTHING = 1e-3  # of the highest rate: what is left below trains next to nothing
+
+
+class Scheduler(Protocol):
+    """A scheduler of a framework."""
+
+    def step(self, *args: Any, **named: Any) -> Any: ...
+
+
+def check_schedule(where: str, name: str, schedule: Any) -> Any:
+    """What a user passed as `schedule` or `lr`, a number or a text turned into a schedule; other kinds as they are."""
     if isinstance(schedule, str):
         return parse(schedule)
     if schedule is None or callable(schedule) or isinstance(schedule, Plateau) or hasattr(schedule, "step"):
         return schedule
-    return constant(rate("schedule", schedule))
+    return constant(rate(name, schedule, where))
+
+
+RateLike = Annotated[float | str | Schedule | Plateau | Callable[[int], Any] | Scheduler | None, check_schedule]
+
+
+def counts(schedule: Any) -> bool:
+    """Whether a scheduler counts steps by itself: Paddle's and MXNet's can be called, but mean another t."""
+    return callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")
+
+
+def as_written(lr: float, dtype: str) -> float:
+    """A rate as a person would write it: the shortest decimal number that is the same rate, once rounded to this type.
+
+    >>> as_written(0.05000000074505806, "float32"), as_written(0.05000000074505806, "float64")
+    (0.05, 0.05000000074505806)
+    """
+    return float(str(np.dtype(dtype).type(lr)))
+
+
+def ends_early(schedule: Any, steps: int, max_epochs: int) -> str | None:
+    """What to say of a schedule in steps that is over long before the run, most likely because epochs were meant.
+
+    Not of one that stays at a rate worth having and is no shorter than a count of epochs would be, nor of milestones.
+
+    >>> from samestep.schedules.kinds import cosine, drops
+    >>> print(ends_early(cosine(0.1, 10), 235, 10))  # doctest: +ELLIPSIS
+    schedule: cosine(0.1, 10) ends at step 10 of 2350, and the rate stays at 0 from there on: it counts steps; ...
+    >>> ends_early(cosine(0.1, 500, end=0.01), 235, 10), ends_early(drops(0.1, [5, 8], 0.1), 235, 10)
+    (None, None)
+    """
+    if not isinstance(schedule, Schedule) or schedule._epochs() or not schedule.length:
+        return None
+    n, total = schedule.length, steps * max_epochs
+    if 2 * n >= total or not any(part.op in FITTING for part in schedule._parts()):
+        return None
+    peak, last = schedule(range(0, n, 1 + n // 64)).max(), schedule(n)
+    if last >= peak or (last > NOTHING * peak and n > 2 * max_epochs):
+        return None
+    how = f"ends at step {n} of {total}, and the rate stays at {last:g} from there on"
+    return f"schedule: {schedule} {how}: it counts steps; .in_epochs() makes it count epochs"
 
 
 class Rates:
@@ -64,9 +114,9 @@ class Rates:
                 raise Invalid("Plateau(mode='max') follows the accuracy, and this model has none: use mode='min'")
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
-        elif callable(schedule) and not (callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")):
+        elif callable(schedule) and not counts(schedule):
             self._rate = schedule
-        else:  # a framework's scheduler, which counts by itself: Paddle's and MXNet's can be called, but mean another t
+        else:  # a framework's scheduler
             rates, moved = updaters[0].read(schedule, steps_per_epoch * max_epochs)
             self._rate = table(rates)
             for updater in updaters:
@@ -114,9 +164,9 @@ class Rates:
         return rounded
 
 
-def rate(name: str, value: Any) -> float:
+def rate(name: str, value: Any, where: str = "") -> float:
     """A rate as a float: finite and not negative. Scalars of any framework will do."""
     if not isinstance(value, (bool, np.bool_, str)):
         with suppress(TypeError, ValueError, OverflowError):  # an array of several, among others
             value = float(value)
-    return number("", name, value)
+    return number(where, name, value)

@@ -30,7 +30,7 @@ from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
 from samestep.runs.folder import RunFolder
 from samestep.runs.log import Event, events
 from samestep.runs.run import Run
-from samestep.schedules.rates import Rates
+from samestep.schedules.rates import Rates, as_written, ends_early
 from samestep.shards import cut_pass, tree_sum
 from samestep.signals import Signals, heard
 from samestep.training.measuring import checked, measured
@@ -112,6 +112,8 @@ class Fit:
         self.rates = Rates(
             settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape, settings.monitor
         )
+        if world.rank == 0 and (early := ends_early(settings.schedule, steps, settings.max_epochs)):
+            warnings.warn(early, stacklevel=4)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs)
         about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
@@ -289,7 +291,7 @@ class Fit:
             [math.fsum(column) for column in more.T], len(self.data.train),
         )  # fmt: skip
         row: dict[str, Any] = {
-            "epoch": epoch + 1, "step": self.step, "lr": rates[-1],
+            "epoch": epoch + 1, "step": self.step, "lr": as_written(rates[-1], self.shape.dtype),
             **{f"train_{name}": value for name, value in train.items()}, **{f"test_{name}": None for name in train},
             "seconds": time.perf_counter() - began,
         }  # fmt: skip
@@ -336,8 +338,9 @@ class Fit:
         hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
         batches = self.batches[start : start + len(pending)]
+        used = [as_written(lr, self.shape.dtype) for lr in rates[start : start + len(pending)]]
         self.emit({
-            "event": "steps", "epoch": epoch + 1, "first": first, "lr": rates[start : start + len(pending)],
+            "event": "steps", "epoch": epoch + 1, "first": first, "lr": used,
             "examples": [spans[-1][1] - spans[0][0] for spans in batches], "loss": losses.tolist(),
             "hits": None if self.shape.classes is None else table[:, shards : 2 * shards].astype(int).tolist(),
             "fingerprint": hexes, **self.weights_of(more),

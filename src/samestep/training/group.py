@@ -16,6 +16,7 @@ from samestep import draws, fingerprint
 from samestep.backends.base import Replica
 from samestep.backends.find import of_model
 from samestep.backends.losses import MEAN, Measure, Shape
+from samestep.checks import show
 from samestep.data.convert import named
 from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed
@@ -26,8 +27,11 @@ from samestep.processes import place
 from samestep.processes.world import World
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Checkpoint, Tensors
+from samestep.schedules.algebra import Schedule
 from samestep.schedules.kinds import constant
-from samestep.schedules.rates import Rates, rate
+from samestep.schedules.plateau import Plateau
+from samestep.schedules.rates import Rates, counts, rate
+from samestep.schedules.text import from_json
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.measuring import checked, measured
 from samestep.training.recipe import agreed
@@ -36,6 +40,7 @@ from samestep.training.trainer import Trainer, matching
 
 SETTINGS = {"gradient_clip_val", "gradient_clip_algorithm", "groups", "metrics", "threads_per_shard", "capture",
             "deterministic", "state", "timeout", "portable", "batch_size"}  # fmt: skip # of a Trainer
+FUNCTION = "function"  # stands in a file for a rate that cannot be stored
 ALIKE = SETTINGS - {"timeout", "capture"} | {"seed", "shards"}  # in all processes
 
 
@@ -62,6 +67,11 @@ class Group:
         optimizer = rules.sgd() if optimizer is None else optimizer
         given = {"optimizer": optimizer, "shards": shards, "devices": devices, "loss": loss, "seed": seed}
         self.settings = Trainer(1, **{"batch_size": 256, **given, **settings})
+        self._rate: Any = self.settings.schedule
+        in_epochs = isinstance(self._rate, Schedule) and self._rate.unit == "epochs"
+        if in_epochs or isinstance(self._rate, Plateau) or counts(self._rate):
+            how = "give a schedule in steps, such as .in_epochs(steps_per_epoch), or lr to every step"
+            raise Invalid(f"a Group has no epochs and no schedulers, got the rate {show(self._rate)}: {how}")
         self.steps = 0  # made so far
         self._given, self._start = model, Checkpoint({}, {})  # what it begins from, if it was loaded
         self._world: World | None = None
@@ -71,8 +81,9 @@ class Group:
     def step(self, x: Any, y: Any = None, lr: Any = None) -> Made:
         """Make one update from a batch: x and y, or the whole batch as one dictionary.
 
-        lr is the rate; None: 0.1, or the rate that a framework's own optimizer came with.
+        lr is the rate; None: that of the optimizer, at the number of steps made so far if it is a schedule.
         """
+        lr = self._rate(self.steps) if lr is None and self._rate else lr
         given = None if lr is None else constant(rate("lr", lr))
         with self._at_work(x, y, f"step {self.steps}", repr(given)) as (replicas, feed):
             examples, shards = len(feed.examples), self.settings.shards
@@ -120,6 +131,7 @@ class Group:
         elif not tensors:
             raise Invalid("save: the group has not made a step yet")
         about = {"step": self.steps, "seed": self.settings.seed, "shards": self.settings.shards, **self._optimizer()}
+        about["lr"] = self._rate.to_json() if isinstance(self._rate, Schedule) else self._rate and FUNCTION
         if self.rank == 0:
             try:
                 checkpoint.write(Path(path), checkpoint.pack(about, tensors))
@@ -130,7 +142,8 @@ class Group:
 
     @staticmethod
     def load(path: str | os.PathLike[str], model: Any, **settings: Any) -> Group:
-        """The group that `save` wrote, around a model of the same kind; seed, shards and an optimizer of samestep's are known.
+        """The group that `save` wrote, around a model of the same kind; seed, shards and an optimizer of samestep's are known,
+        with the rate that it was given.
 
         All else is given again: loss, devices, which may be others, and an optimizer of the framework's.
         """
@@ -141,7 +154,10 @@ class Group:
             raise Invalid(f"{path} was written by a fit: start from its weights with {how}")
         kind, fields = about["optimizer"] or (None, {})
         known = {"seed": about["seed"], "shards": about["shards"]}
-        known |= {"optimizer": getattr(rules, kind)(**fields)} if kind else {}
+        if kind and "optimizer" not in settings:
+            if (lr := about.get("lr")) == FUNCTION:
+                raise Invalid(f"{path} was saved with a function as the rate: give the optimizer and its lr again")
+            known["optimizer"] = getattr(rules, kind)(**fields, lr=lr and from_json(lr))
         group = Group(model, **{**known, **settings})
         for name, value in {"seed": group.settings.seed, "shards": group.settings.shards, **group._optimizer()}.items():
             if about[name] != value:
@@ -155,8 +171,10 @@ class Group:
     def _optimizer(self) -> dict[str, Any]:
         """samestep's own optimizer as its class and settings."""
         optimizer = self.settings.optimizer
-        ours = type(optimizer).__module__ == rules.__name__
-        return {"optimizer": [type(optimizer).__name__, dataclasses.asdict(optimizer)] if ours else None}
+        if type(optimizer).__module__ != rules.__name__:
+            return {"optimizer": None}
+        fields = {name: value for name, value in dataclasses.asdict(optimizer).items() if name != "lr"}
+        return {"optimizer": [type(optimizer).__name__, fields]}
 
     def _first(self) -> Replica:
         """The first replica; before the first step, one with the weights that the group begins from."""

@@ -6,9 +6,9 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 from samestep import draws, portable
@@ -24,14 +24,14 @@ from samestep.devices import Device, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
 from samestep.optimizers.grouping import Groups, check_groups
-from samestep.optimizers.rules import Optimizer, adagrad, adam, adamw, sgd, sgld
+from samestep.optimizers.rules import Optimizer, Rated, adagrad, adam, adamw, sgd, sgld
 from samestep.processes import place
 from samestep.processes.world import World
 from samestep.runs.checkpoint import parse
 from samestep.runs.recipe import ACCEPT
 from samestep.runs.run import Run
 from samestep.schedules.plateau import Plateau
-from samestep.schedules.rates import check_schedule, rate
+from samestep.schedules.rates import RateLike, check_schedule, rate
 from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
 from samestep.training.measuring import check_metrics, checked, measured
@@ -48,8 +48,9 @@ class Trainer:
     devices            "auto" (every GPU, else the CPU), a count, a name, or a list; a device may be named more than once
     optimizer          samestep.sgd(...), adam(...), ...; or the framework's own, or a function that makes it from parameters
     schedule           the learning rate: a number, a schedule such as samestep.cosine(...), a Plateau, a scheduler of the
-                       framework, or any function of t, the number of updates already made; None: 0.1, or the rate
-                       that the framework's own optimizer came with
+                       framework, or any function of t, the number of updates already made; None: the `lr` or the default of
+                       samestep's optimizer, or the rate that the framework's own came with
+    lr                 another name for `schedule`, where it is kept
     groups             weights with a rate or decay of their own, or frozen, by pattern of their names (docs/fine-tuning.md):
                        {"backbone.*": samestep.group(lr_scale=0.1)}; the first pattern that matches decides
     gradient_clip_val  a longer gradient is scaled down to this norm; 0 for no clipping
@@ -88,7 +89,8 @@ class Trainer:
     shards: int = 8
     devices: Any = "auto"
     optimizer: Any = field(default_factory=sgd)
-    schedule: Any = None
+    schedule: RateLike = None
+    lr: RateLike = None
     groups: Groups = field(default_factory=dict)
     gradient_clip_val: float = 0.0
     gradient_clip_algorithm: str = "norm"
@@ -128,6 +130,7 @@ class Trainer:
             setattr(self, name, value)
         if "devices" in overrides:
             self.num_gpus = None  # another name for it, which the script may use
+        self._take_rate(overrides.keys() & {"lr", "schedule"})
         if self.num_gpus is not None:
             self.num_gpus = whole("", "num_gpus", self.num_gpus)
             self.devices = self.num_gpus or "cpu"
@@ -144,7 +147,6 @@ class Trainer:
                 "optimizer must be one of samestep's, such as samestep.sgd(), or the framework's own, or a function that "
                 f"makes one from parameters, got {show(self.optimizer)}"
             )
-        self.schedule = check_schedule(self.schedule)
         if not isinstance(self.average, (Average, type(None))):
             raise WrongType(f"average must be samestep.swa(...), ema(...) or path_average(), got {show(self.average)}")
         self.groups = check_groups(self.groups, self.optimizer)
@@ -189,6 +191,22 @@ class Trainer:
             raise WrongType(f"loss must be a function of (output, y), got {show(self.loss)}")
         if not isinstance(self.sampling, str) or self.sampling not in draws.SAMPLINGS:
             raise Invalid(f"sampling must be one of {', '.join(draws.SAMPLINGS)}, got sampling={show(self.sampling)}")
+
+    def _take_rate(self, overridden: Set[str]) -> None:
+        """Bring the rate from where the user wrote it, in one place only, to `schedule`."""
+        own = self.optimizer.lr if isinstance(self.optimizer, Rated) else None
+        given = {"schedule": self.schedule, "lr": self.lr, "the optimizer's lr": own}
+        given = {name: value for name, value in given.items() if value is not None}
+        if overridden:  # what the command line says counts, wherever the script has said another
+            given = {name: value for name, value in given.items() if name in overridden}
+        if len(given) > 1:
+            told = " and ".join(f"{name}={show(value)}" for name, value in given.items())
+            raise Invalid(f"the rate must be given in one place, got {told}: leave all but one out")
+        self.schedule = self.lr = None
+        for name, value in given.items():
+            self.schedule = check_schedule("", name, value)
+        if own is not None:
+            self.optimizer = replace(self.optimizer, lr=None)
 
     def fit(self, model: Any, data: Any, weights: Any = None) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was.

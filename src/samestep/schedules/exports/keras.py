@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras  # type: ignore[import-not-found, unused-ignore]
-import numpy as np
 
-from samestep.checks import whole
 from samestep.errors import Invalid
 from samestep.schedules.algebra import Schedule, must_be_schedule
+from samestep.schedules.exports import rate_table
 from samestep.schedules.text import from_json
 
 
@@ -17,19 +16,19 @@ from samestep.schedules.text import from_json
 class Scheduled(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, unused-ignore]
     """The schedule for a Keras optimizer, SGD(learning_rate=Scheduled(s, steps)), eager, compiled or in `fit`.
 
-    A table of `steps` rates. With gradient_accumulation_steps=k Keras counts the parts of a step: use s.every(k), and k
-    times the steps. Import this module before a saved model is loaded.
+    A table of `steps` rates (None: up to the end). With gradient_accumulation_steps=k Keras counts the parts of a step: use
+    s.every(k), and k times the steps. Import this module before a saved model is loaded.
 
     >>> from samestep.schedules.kinds import poly
     >>> [float(Scheduled(poly(1.0, 4), 4)(step)) for step in (0, 1, 3, 9)]
     [1.0, 0.75, 0.25, 0.25]
     """
 
-    def __init__(self, schedule: Schedule, steps: int) -> None:
+    def __init__(self, schedule: Schedule, steps: int | None = None) -> None:
         super().__init__()
         self.schedule = must_be_schedule("keras.schedule", "schedule", schedule)
-        self.steps = whole("keras.schedule", "steps", steps, 1)
-        self.table = schedule.values(steps).astype(np.float32)
+        self.table = rate_table("keras.schedule", schedule, steps)
+        self.steps = len(self.table)
 
     def __call__(self, step: Any) -> Any:
         index = keras.ops.clip(keras.ops.convert_to_tensor(step), 0, self.steps - 1)

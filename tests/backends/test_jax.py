@@ -506,7 +506,7 @@ def test_large_models_are_computed_one_shard_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [ss.sgd(0.9, nesterov=True, weight_decay=0.1), ss.adam(), ss.adamw(), ss.adagrad()]
+    "optimizer", [ss.sgd(momentum=0.9, nesterov=True, weight_decay=0.1), ss.adam(), ss.adamw(), ss.adagrad()]
 )
 def test_compiled_updates_keep_the_numbers_of_the_host_in_float64(optimizer):
     """Tolerance: a dozen roundings of float32. Adam's 1 - 0.999 in float32 would be off by 2e-5."""

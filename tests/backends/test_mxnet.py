@@ -426,7 +426,12 @@ def test_average():
 
 
 def test_every_optimizer_of_samestep():
-    for optimizer in (ss.adagrad(), ss.adamw(), ss.sgld(1e-4), ss.sgd(momentum=0.9, nesterov=True, weight_decay=0.1)):
+    for optimizer in (
+        ss.adagrad(),
+        ss.adamw(),
+        ss.sgld(temperature=1e-4),
+        ss.sgd(momentum=0.9, nesterov=True, weight_decay=0.1),
+    ):
         same_on_three(dense, optimizer=optimizer, schedule=0.01)
 
 

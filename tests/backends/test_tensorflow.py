@@ -638,7 +638,9 @@ def test_out_of_memory_says_what_to_do():
 # samestep's optimizers, and Keras's
 
 
-@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9, nesterov=True), ss.adagrad(), ss.adamw(), ss.sgld(1e-4)])
+@pytest.mark.parametrize(
+    "optimizer", [ss.sgd(momentum=0.9, nesterov=True), ss.adagrad(), ss.adamw(), ss.sgld(temperature=1e-4)]
+)
 def test_the_optimizers_of_samestep(optimizer):
     same(lambda: models_tensorflow.mlp((784, 16, 10)), counts=(2, 5), optimizer=optimizer, schedule=0.01)
 

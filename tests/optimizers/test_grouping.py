@@ -73,11 +73,11 @@ def segments(optimizer: Optimizer, groups: Any) -> list[tuple[int, int, Any, flo
 
 
 def test_neighbours_of_one_group_are_one_segment_with_the_padding_behind_them() -> None:
-    slow, plain = group(lr_scale=0.5), sgd(0.9)
+    slow, plain = group(lr_scale=0.5), sgd(momentum=0.9)
     assert segments(plain, {"[ab]": slow}) == [(0, 16, plain, 0.5, False), (16, 32, plain, 1.0, False)]
     assert segments(plain, {"b": slow, "[abd]": group(weight_decay=0.1)}) == [
-        (0, 8, sgd(0.9, weight_decay=0.1), 1.0, False), (8, 16, plain, 0.5, False), (16, 24, plain, 1.0, False),
-        (24, 32, sgd(0.9, weight_decay=0.1), 1.0, False),
+        (0, 8, sgd(momentum=0.9, weight_decay=0.1), 1.0, False), (8, 16, plain, 0.5, False), (16, 24, plain, 1.0, False),
+        (24, 32, sgd(momentum=0.9, weight_decay=0.1), 1.0, False),
     ]  # fmt: skip
     assert segments(plain, {"ti*": group(frozen=True)})[1] == (16, 24, plain, 1.0, True)
     assert segments(plain, {"*": group()}) == [(0, 32, plain, 1.0, False)]
@@ -111,7 +111,11 @@ def by_hand(optimizer: Any, groups: Any, totals: Any, clip: Any) -> Any:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.25, Clamp(0.1)], ids=repr)
-@pytest.mark.parametrize("optimizer", [sgd(), sgd(0.9, True, 0.1), adagrad(), adam(), adamw(), sgld(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer",
+    [sgd(), sgd(momentum=0.9, nesterov=True, weight_decay=0.1), adagrad(), adam(), adamw(), sgld(temperature=0.1)],
+    ids=repr,
+)
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_every_tensor_is_updated_by_its_groups_rule(
     in_memory: bool, optimizer: Any, clip: Any, monkeypatch: pytest.MonkeyPatch

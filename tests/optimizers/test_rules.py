@@ -32,9 +32,9 @@ QUIET: list[Optimizer] = [
     adagrad(),
     adagrad(eps=0.1),
     adam(),
-    adam(0.8, 0.95, 1e-3, weight_decay=0.01),
+    adam(beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.01),
     adamw(),
-    adamw(0.8, 0.95, 1e-3, weight_decay=0.1),
+    adamw(beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.1),
 ]
 EVERY = [*QUIET, sgld(temperature=0.01)]
 
@@ -98,21 +98,21 @@ MOMENTS = {
             [[0.75, -2.3125], [0.625, -2.3125], [-0.125, -1.5625]],
             {"squares": [[9.0, 25.0], [25.0, 25.0], [169.0, 169.0]]},
         ),
-        (adam(0.5, 0.5, 0), GRADIENTS, [[0.5, -1.5], [0.25, -1.25], [0.75, -1.75]], MOMENTS),
+        (adam(beta1=0.5, beta2=0.5, eps=0), GRADIENTS, [[0.5, -1.5], [0.25, -1.25], [0.75, -1.75]], MOMENTS),
         (
-            adam(0.5, 0.5, 1),
+            adam(beta1=0.5, beta2=0.5, eps=1),
             GRADIENTS,
             [[0.75, -2 + 1 / 3], [0.625, -2 + 1 / 3 + 1 / 6], [0.625 + 1 / 3, -2 + 1 / 3 + 1 / 6 - 0.4]],
             MOMENTS,
         ),
         (  # gradients that are GRADIENTS after x/4 was added to them
-            adam(0.5, 0.5, 0, weight_decay=0.25),
+            adam(beta1=0.5, beta2=0.5, eps=0, weight_decay=0.25),
             [[0.75, -1.5], [0.875, -1.625], [-2.5625, 5.3125]],
             [[0.5, -1.5], [0.25, -1.25], [0.75, -1.75]],
             MOMENTS,
         ),
         (
-            adamw(0.5, 0.5, 0, weight_decay=0.25),
+            adamw(beta1=0.5, beta2=0.5, eps=0, weight_decay=0.25),
             GRADIENTS,
             [[0.375, -1.25], [0.1015625, -0.921875], [0.576171875, -1.19140625]],
             MOMENTS,
@@ -145,7 +145,12 @@ def test_three_steps_of_sgld_by_hand() -> None:
 
 def test_the_first_step_of_adam_has_the_length_of_the_rate() -> None:
     """The zeros that its averages start from are taken out, whatever the betas."""
-    for optimizer in (adam(eps=0), adam(0.5, 0.75, 0), adam(0, 0, 0), adamw(eps=0, weight_decay=0)):
+    for optimizer in (
+        adam(eps=0),
+        adam(beta1=0.5, beta2=0.75, eps=0),
+        adam(beta1=0, beta2=0, eps=0),
+        adamw(eps=0, weight_decay=0),
+    ):
         x, _ = optimizer.update(np.zeros(2), np.array([3.0, -1e-5]), dict.fromkeys(optimizer.slots, np.zeros(2)), 0.5)
         np.testing.assert_allclose(x, [-0.5, 0.5], rtol=TOLERANCE)
 
@@ -253,7 +258,7 @@ def test_the_number_of_devices_does_not_change_a_bit(optimizer: Optimizer) -> No
 def test_the_noise_of_sgld_enters_as_the_root_of_twice_rate_and_temperature() -> None:
     x, gradients, noise = vectors(1003, np.float64)
     for lr, temperature in ((0.1, 1.0), (0.3, 0.01), (1e-3, 0.0)):
-        new, _ = sgld(temperature).update(x, gradients[0], {}, lr, 0, noise[0])
+        new, _ = sgld(temperature=temperature).update(x, gradients[0], {}, lr, 0, noise[0])
         assert new.tolist() == (x - gradients[0] * lr + noise[0] * sqrt(2 * lr * temperature)).tolist()
     assert new.tolist() == sgd().update(x, gradients[0], {}, 1e-3)[0].tolist()  # without temperature: plain descent
     assert [optimizer.noisy for optimizer in EVERY] == [False] * len(QUIET) + [True]
@@ -271,7 +276,7 @@ def test_sgld_on_a_quadratic_has_the_variance_of_its_discretised_chain() -> None
     error = variance * sqrt(2 / (1000 * n) * (1 + rho**2) / (1 - rho**2))
     x, total = np.zeros(1000), 0.0
     for t in range(-50, n):  # the 50 steps before the first that counts forget the start: ρ⁵⁰ < 1e-15
-        x, _ = sgld(temperature).update(x, a * x, {}, lr, t, draws.normal(7, t + 50, 1000, "float64"))
+        x, _ = sgld(temperature=temperature).update(x, a * x, {}, lr, t, draws.normal(7, t + 50, 1000, "float64"))
         total += float(x @ x) if t >= 0 else 0.0
     assert abs(total / (1000 * n) - variance) < 4 * error
     assert abs(temperature / a - variance) > 50 * error  # precise enough to see the discretisation
@@ -291,7 +296,7 @@ def test_the_noise_of_a_step_is_standard_normal_and_follows_from_seed_and_step()
 
 def test_a_fit_with_sgld_adds_that_noise() -> None:
     """With the rate so small that the gradient's share is lost in rounding, the steps of the weights are the noise."""
-    settings = {"optimizer": sgld(1e20), "schedule": 1e-20, "gradient_clip_val": 1e-3}
+    settings = {"optimizer": sgld(temperature=1e20), "schedule": 1e-20, "gradient_clip_val": 1e-3}
     moved, seeds = [], (0, 0, 1)
     for seed in seeds:
         run = suite.fit("embedding", 2, **settings, seed=seed)
@@ -356,14 +361,15 @@ def test_bad_arguments_are_refused(make: Any, arguments: dict[str, Any], kind: t
 @pytest.mark.parametrize(
     ("optimizer", "same", "other", "field", "text"),
     [
-        (sgd(0.9, True, 1), sgd(momentum=0.9, nesterov=True, weight_decay=1.0), sgd(momentum=0.9), "momentum",
+        (sgd(momentum=0.9, nesterov=True, weight_decay=1),
+         sgd(weight_decay=1.0, momentum=0.9, nesterov=True), sgd(momentum=0.9), "momentum",
          "SGD(momentum=0.9, nesterov=True, weight_decay=1.0)"),
-        (adagrad(1), adagrad(eps=1.0), adagrad(), "eps", "AdaGrad(eps=1.0)"),
-        (adam(0, np.float64(0.5)), adam(beta1=0.0, beta2=0.5), adam(), "beta2",
+        (adagrad(eps=1), adagrad(eps=1.0), adagrad(), "eps", "AdaGrad(eps=1.0)"),
+        (adam(beta1=0, beta2=np.float64(0.5)), adam(beta1=0.0, beta2=0.5), adam(), "beta2",
          "Adam(beta1=0.0, beta2=0.5, eps=1e-08, weight_decay=0.0, decoupled=False)"),
-        (adamw(weight_decay=0), adamw(0.9, 0.999, 1e-8, 0.0), adam(), "decoupled",
+        (adamw(weight_decay=0), adamw(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0), adam(), "decoupled",
          "Adam(beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, decoupled=True)"),
-        (sgld(2), sgld(temperature=2.0), sgld(), "temperature", "SGLD(temperature=2.0)"),
+        (sgld(temperature=2), sgld(temperature=2.0), sgld(), "temperature", "SGLD(temperature=2.0)"),
     ],
     ids=["sgd", "adagrad", "adam", "adamw", "sgld"],
 )  # fmt: skip
@@ -461,9 +467,14 @@ def test_a_rate_is_shown_if_it_was_given() -> None:
     assert (
         repr(given) == "Adam(lr=constant(0.001), beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, decoupled=False)"
     )
-    assert given == adam(lr="constant(0.001)") != adam()
     assert (
-        repr(sgd(0.9, lr=cosine(0.3, 20))) == "SGD(lr=cosine(0.3, 20), momentum=0.9, nesterov=False, weight_decay=0.0)"
+        given == adam(lr="constant(0.001)") == adam(1e-3) != adam()
+    )  # the first argument, as in torch, optax and Keras
+    with pytest.raises(TypeError, match="positional"):
+        adam(1e-3, 0.9)  # type: ignore[misc]
+    assert (
+        repr(sgd(momentum=0.9, lr=cosine(0.3, 20)))
+        == "SGD(lr=cosine(0.3, 20), momentum=0.9, nesterov=False, weight_decay=0.0)"
     )
 
 

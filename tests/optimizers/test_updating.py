@@ -78,7 +78,9 @@ def updated(optimizer: Optimizer, replica: Any, clip: float, examples: int, **se
 
 @pytest.mark.parametrize("examples", [1, 2, 5])
 @pytest.mark.parametrize("clip", [0.0, 0.25])
-@pytest.mark.parametrize("optimizer", [sgd(), sgd(0.9, True, 0.1), adagrad(), adam(), adamw()], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [sgd(), sgd(momentum=0.9, nesterov=True, weight_decay=0.1), adagrad(), adam(), adamw()], ids=repr
+)
 def test_both_ways_have_the_same_bits(
     optimizer: Any, clip: float, examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +101,7 @@ def test_both_ways_have_the_same_bits(
 def test_the_vectors_are_those_that_were_there() -> None:
     replica: Any = Replica()
     x = replica.parameters
-    made = updater(sgd(0.9), replica)
+    made = updater(sgd(momentum=0.9), replica)
     slot = made.state["velocity"]
     made.follow(np.ones(SIZE, np.float32), 1, 0.5, 0, None)
     assert replica.parameters is x

@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
     "momentum": Case(settings={"optimizer": ss.sgd(momentum=0.9, nesterov=True, weight_decay=0.01)}),
     "adam, clipped, float64": Case(lambda: dense().double(), {"optimizer": ss.adamw(), "gradient_clip_val": 0.1}),
     "adagrad": Case(settings={"optimizer": ss.adagrad()}),
-    "sgld": Case(settings={"optimizer": ss.sgld(1e-3)}),
+    "sgld": Case(settings={"optimizer": ss.sgld(temperature=1e-3)}),
     "batch norm": Case(lambda: dense(nn.BatchNorm1d(6)), {"optimizer": ss.adam()}),
     "dropout": Case(lambda: dense(nn.Dropout(0.5)), {"optimizer": ss.sgd(momentum=0.9)}),
     "plateau": Case(settings=PLATEAU),

@@ -131,7 +131,7 @@ class SGLD(Rated, Optimizer):
         return x - g * lr + z * sqrt(2 * lr * self.temperature), state
 
 
-def sgd(momentum: BelowOne = 0.0, nesterov: Flag = False, weight_decay: Rate = 0.0, *, lr: RateLike = None) -> SGD:
+def sgd(lr: RateLike = None, *, momentum: BelowOne = 0.0, nesterov: Flag = False, weight_decay: Rate = 0.0) -> SGD:
     """Stochastic gradient descent, with momentum, Nesterov's look-ahead and weight decay on request.
 
     g ← g + λx,   v ← βv + g,   x ← x − ηv   (Nesterov: x ← x − η(g + βv))
@@ -149,7 +149,7 @@ def sgd(momentum: BelowOne = 0.0, nesterov: Flag = False, weight_decay: Rate = 0
     return SGD(**given)
 
 
-def adagrad(eps: Rate = 1e-10, *, lr: RateLike = None) -> AdaGrad:
+def adagrad(lr: RateLike = None, *, eps: Rate = 1e-10) -> AdaGrad:
     """AdaGrad: coordinates with larger gradients get smaller rates (Duchi, Hazan and Singer 2011).
 
     s ← s + g²,   x ← x − η g / (√s + ε);   lr is the rate η, as in `sgd`; None: 0.01.
@@ -161,7 +161,7 @@ def adagrad(eps: Rate = 1e-10, *, lr: RateLike = None) -> AdaGrad:
 
 
 def adam(
-    beta1: BelowOne = 0.9, beta2: BelowOne = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.0, *, lr: RateLike = None
+    lr: RateLike = None, *, beta1: BelowOne = 0.9, beta2: BelowOne = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.0
 ) -> Adam:
     """Adam (Kingma and Ba 2015); weight decay is added to the gradient.
 
@@ -176,7 +176,7 @@ def adam(
 
 
 def adamw(
-    beta1: BelowOne = 0.9, beta2: BelowOne = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.01, *, lr: RateLike = None
+    lr: RateLike = None, *, beta1: BelowOne = 0.9, beta2: BelowOne = 0.999, eps: Rate = 1e-8, weight_decay: Rate = 0.01
 ) -> Adam:
     """Adam with decoupled weight decay: x ← x − η (… + λx) (Loshchilov and Hutter 2019).
 
@@ -188,7 +188,7 @@ def adamw(
     return Adam(**checked("adamw", adamw, locals()), decoupled=True)
 
 
-def sgld(temperature: Rate = 1.0, *, lr: RateLike = None) -> SGLD:
+def sgld(lr: RateLike = None, *, temperature: Rate = 1.0) -> SGLD:
     """Stochastic gradient Langevin dynamics: descent with noise that samples exp(−loss / T) (Welling and Teh 2011).
 
     x ← x − ηg + √(2ηT) z,   z ~ N(0, 1) from key(seed, step)

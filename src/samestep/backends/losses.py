@@ -121,7 +121,7 @@ class Wide(WrongType):
     """Examples of float64 for a model of float32: these are converted, and the message is a warning."""
 
 
-def check_examples(name: str, x: Tree, dtype: str, y: Tree = ()) -> None:
+def check_examples(name: str, x: Tree, dtype: str, y: Tree) -> None:
     """Refuse examples x of another precision than the weights. `name` is that of x, and tells the name of y."""
     for path, array in paths(x, name):
         if array.dtype.kind == "f" and str(array.dtype) not in (dtype, "float64"):

@@ -59,9 +59,9 @@ def measured(settings: Trainer, backend: Backend, model: Any, examples: Arrays |
         try:
             shape = backend.probe(model, measure, x, y, f"{examples.name} x")
         except Wide as told:
+            shape = backend.probe(model, measure, *narrowed(x, y), f"{examples.name} x")
             if place.find().rank == 0:
                 warnings.warn(str(told), stacklevel=4)
-            shape = backend.probe(model, measure, *narrowed(x, y), f"{examples.name} x")
     return shape, replace(measure, kind=shape.kind)
 
 

@@ -37,6 +37,7 @@ bench: $(VENV)/test.done
 	! test -x $(MXNET)/bin/python || $(MXNET)/bin/python benchmarks/frameworks.py --backend mxnet
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/exchange.py
+	$(BIN)/python benchmarks/readers.py
 	$(BIN)/python benchmarks/tables.py
 
 chaos: $(VENV)/test.done

@@ -174,7 +174,28 @@ def price() -> str:
     return table(["batch 256", "plain PyTorch loop", "samestep, 8 shards (the default)", "1 shard"], rows)
 
 
-MAKERS = (price, sameness, accuracy, cost, frameworks, schedules, chaos, checkpoint, exchange)
+def readers() -> str:
+    """A slow data set, read by several processes."""
+    blocks = []
+    for result in results("readers"):
+        keys = ("plain", "ours", "ratio", "plain_all", "ours_all")
+        rows = [[f"{row['item']} 2 ms", *(f"{row[key]:.2f}" for key in keys)] for row in result["rows"]]
+        header = [
+            "an item",
+            "DataLoader, s/epoch",
+            "samestep, s/epoch",
+            "ratio",
+            "DataLoader, whole",
+            "samestep, whole",
+        ]
+        title = (
+            f"{about(result)}; {result['rounds']} rounds of {result['epochs']} epochs, {result['readers']} processes"
+        )
+        blocks.append(f"{title}\n\n{table(header, rows)}")
+    return "\n\n".join(blocks)
+
+
+MAKERS = (price, sameness, accuracy, cost, frameworks, schedules, chaos, checkpoint, exchange, readers)
 TABLES = {make.__name__: make for make in MAKERS}
 
 

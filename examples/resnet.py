@@ -38,11 +38,11 @@ if __name__ == "__main__":
         metrics={"top3": top3},
         monitor="test_top3",
         mode="max",
-        workers=0 if small else 4,
         run_dir=None if small else "runs/resnet",
     )
-    train, test = (data.train.x[:n], data.train.y[:n]), (data.test.x[:n], data.test.y[:n])
-    run = trainer.fit(models.resnet18(width=width), ss.Data(train, test, transform=augment))
+    data = data.head(n)
+    data = ss.Data(data.train, data.test, transform=augment, readers=None if small else 4)
+    run = trainer.fit(models.resnet18(width=width), data)
     if run.rank == 0:
         for row in run.history:
             told = f"test accuracy {row['test_accuracy']:.4f}, among the top three {row['test_top3']:.4f}"

@@ -123,6 +123,12 @@ class WithTorch(Table):
         return np.full((len(indices), 1), torch.get_num_threads()), Y[indices]
 
 
+def cut(x: Any, y: Any, rng: np.random.Generator) -> Any:
+    """A transform: an example of a random length, scaled."""
+    n = int(rng.integers(1, len(x) + 1))
+    return x[:n] * rng.normal(), y[:n]
+
+
 def jitter(x: Any, y: Any, rng: np.random.Generator) -> Any:
     """A transform."""
     return x + rng.standard_normal(x.shape).astype(np.float32), y

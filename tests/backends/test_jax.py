@@ -277,8 +277,8 @@ def test_nan_names_step_and_shard():
 
 
 def test_other_types_are_named():
-    with pytest.raises(ss.SamestepError, match="float64 and the model float32"):
-        fit(line(10), x=X.astype(np.float64))
+    with pytest.raises(ss.SamestepError, match="float16 and the model float32"):
+        fit(line(10), x=X.astype(np.float16))
     with pytest.raises(ss.SamestepError, match="has no parameters to train"):
         fit(Pair(lambda params, x: x, {}))
     with pytest.raises(ss.SamestepError, match="beyond 32 bits"):

@@ -160,12 +160,26 @@ def test_the_type_of_the_weights() -> None:
 
 def test_the_type_of_the_examples() -> None:
     for dtype in ("float32", "uint8", "int64", "bool", "complex64"):
-        losses.check_examples("x", np.zeros(1, dtype), "float32")
-    for dtype in ("float16", "float64"):
+        losses.check_examples("x", np.zeros(1, dtype), "float32", np.zeros(1, int))
+    for dtype, model in (("float16", "float32"), ("float32", "float64")):
         with pytest.raises(WrongType) as error:
-            losses.check_examples("train x", np.zeros(1, dtype), "float32")
-        advice = "convert one, for example with x.astype('float32')"
-        assert str(error.value) == f"train x is {dtype} and the model float32: {advice}"
+            losses.check_examples("train x", np.zeros(1, dtype), model, np.zeros(1, int))
+        advice = f"convert one, for example with x.astype('{model}')"
+        assert str(error.value) == f"train x is {dtype} and the model {model}: {advice}"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "told"),
+    [(8, 8, "train x and train y are float64 and the model float32: converted to float32; pass x.astype"),
+     (8, 4, "train x is float64 and the model float32: converted to float32; pass x.astype"),
+     (4, 8, "train y is float64 and the model float32: converted to float32; pass y.astype")],
+)  # fmt: skip
+def test_float64_for_a_float32_model_is_told(x: int, y: int, told: str) -> None:
+    arrays = np.zeros(1, f"f{x}"), np.zeros(1, f"f{y}")
+    with pytest.raises(losses.Wide) as error:
+        losses.check_examples("train x", arrays[0], "float32", arrays[1])
+    assert str(error.value) == f"{told}('float32') to be silent"
+    losses.check_examples("train x", np.zeros(1), "float64", arrays[1])
 
 
 def test_whether_a_loss_takes_the_labels_first() -> None:
@@ -338,8 +352,8 @@ def test_a_loss_per_shard() -> None:
 
 def test_the_type_of_examples_in_a_tree() -> None:
     tree = {"ids": np.zeros(1, int), "pair": (np.zeros(1, np.float32), np.zeros(1))}
-    with pytest.raises(WrongType, match=r"^train x\['pair'\]\[1\] is float64 and the model float32: convert one"):
-        losses.check_examples("train x", tree, "float32")
+    with pytest.raises(WrongType, match=r"^train x\['pair'\]\[1\] is float64 and the model float32: converted"):
+        losses.check_examples("train x", tree, "float32", tree)
     assert "is int64 and float32 and float64 and the model" in str(losses.convert("x", tree, "float32"))
     assert losses.not_floats(tree)
     assert not losses.not_floats([np.zeros(1)])

@@ -623,8 +623,8 @@ def test_nan_names_step_and_shard():
 
 
 def test_other_types_are_named():
-    with pytest.raises(ss.SamestepError, match="float64 and the model float32"):
-        fit(dense(), x=SMALL.astype(np.float64))
+    with pytest.raises(ss.SamestepError, match="float16 and the model float32"):
+        fit(dense(), x=SMALL.astype(np.float16))
     with pytest.raises(ss.SamestepError, match=r"train x is int64 and the model float32: convert one"):
         fit(dense(), x=(SMALL * 9).astype(np.int64))
     with pytest.raises(ss.SamestepError, match=r"train x is uint8 and the model float32: convert one"):

@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
+from sources import cut
 
 import samestep as ss
 from conformance import suite
@@ -253,12 +254,6 @@ def test_bad_input_is_told_in_one_line(model, x, y, settings, message):
     with pytest.raises(ss.SamestepError, match=message) as caught:
         fit(model, (x, y), 2, 1, **settings)
     assert "\n" not in str(caught.value)
-
-
-def cut(x, y, rng):
-    """An example of a random length, scaled."""
-    n = int(rng.integers(1, LENGTH + 1))
-    return x[:n] * rng.normal(), y[:n]
 
 
 def test_augmented_examples_of_unequal_length():

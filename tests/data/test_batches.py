@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,10 @@ def labels(array: Any) -> Any:
     return array.astype(np.int64) if array.dtype.kind in "iu" else array
 
 
-@pytest.mark.parametrize("readers", [None, 0, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "readers"),
+    [*itertools.product(KINDS, [None, 0]), ("files", 3), ("items", 3), ("a loader with a collate_fn", 3)],
+)
 def test_devices_get_a_pair_of_trees(kind: str, readers: int | None, tmp_path: Path) -> None:
     shards = given(Data(KINDS[kind](PAIR, tmp_path), readers=readers))
     for (x, y), (lo, hi) in zip(shards, SPANS, strict=True):

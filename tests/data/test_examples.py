@@ -20,10 +20,11 @@ from torch.utils.data import Dataset, TensorDataset
 import samestep as ss
 from samestep import draws
 from samestep.backends.torch.backend import backend
-from samestep.data.examples import Data, Source
+from samestep.data.examples import Data
 from samestep.data.feed import READ_AHEAD, Feed
+from samestep.data.source import Source
 from samestep.devices import Device, cpu, gpu
-from samestep.errors import DevicesDiffer, Invalid, WrongType
+from samestep.errors import DevicesDiffer, Invalid, NotRepeatable, WrongType
 from samestep.models.torch import mlp
 
 RANDOM = np.random.default_rng(0)
@@ -145,11 +146,11 @@ def test_a_map_style_dataset_is_asked_once_for_a_shard_if_it_can_answer() -> Non
     fit(by_item, max_epochs=1, **UNCHECKED)
     fit(by_shard, max_epochs=1, **UNCHECKED)
     assert all(isinstance(asked, int) for asked in by_item.asked)
-    # the first example shows what the model gives; 32 are hashed, and four of them read again
-    assert len(by_item.asked) == 1 + 32 + 4 + 50
-    assert sorted(by_item.asked[37:]) == list(range(50))
+    # the first example shows what the model gives; 32 are hashed, and read again
+    assert len(by_item.asked) == 1 + 32 + 32 + 50
+    assert sorted(by_item.asked[65:]) == list(range(50))
     # three batches of 16 and one of 2, in three shards each; one of the last is empty
-    assert sorted(map(len, by_shard.asked)) == sorted([1, 32, 4, *[6, 5, 5] * 3, 1, 1])
+    assert sorted(map(len, by_shard.asked)) == sorted([1, 32, 32, *[6, 5, 5] * 3, 1, 1])
 
 
 def test_data_shows_how_many_examples_it_has() -> None:
@@ -312,10 +313,34 @@ def test_labels_may_be_anything_for_a_loss_of_ones_own() -> None:
 
 @pytest.mark.parametrize("kind", [lambda x, y: (x, y), Store, lambda x, y: Items(lambda i: (x[i], y[i]))])
 def test_float64_with_a_float32_model(kind: Callable[[Any, Any], Any]) -> None:
-    line = "x is float64 and the model float32: convert one, for example with x.astype('float32')"
-    with pytest.raises(WrongType) as caught:
-        fit(kind(X.astype(np.float64), Y))
-    assert str(caught.value).endswith(line)
+    line = "train x is float64 and the model float32: converted to float32; pass x.astype('float32') to be silent"
+    with pytest.warns(UserWarning, match="^train x is float64") as caught:
+        run = fit(kind(X.astype(np.float64), Y), devices=2)
+    assert [str(one.message) for one in caught] == [line]  # once
+    assert run.fingerprints == fit(kind(X, Y)).fingerprints
+    assert run.recipe["train"] != fit(kind(X, Y)).recipe["train"]  # what was given counts
+
+
+def test_float64_in_a_tree_and_in_y() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(5, 1)
+            torch.nn.init.ones_(self.layer.weight)
+            torch.nn.init.ones_(self.layer.bias)
+
+        def forward(self, x: Any) -> Any:
+            assert x["n"].dtype == torch.int32  # is left as it is
+            return self.layer(x["a"]) + x["n"][:, None]
+
+    def run(kind: str) -> ss.Run:
+        data = {"a": X.astype(kind), "n": np.arange(50, dtype="i4")}, X[:, :1].astype(kind)
+        return ss.Trainer(1, 16, devices=1, loss=torch.nn.MSELoss(), schedule=1e-4, progress=False).fit(Two(), data)
+
+    line = r"^train x\['a'\] and train y are float64 and the model float32: converted to float32; pass x\.astype"
+    with pytest.warns(UserWarning, match=line):
+        wide = run("f8")
+    assert wide.fingerprints == run("f4").fingerprints
 
 
 def test_float64_with_a_float64_model() -> None:
@@ -329,8 +354,8 @@ def test_float64_with_a_float64_model() -> None:
 
 def test_types_of_the_test_examples_are_looked_at_before_training() -> None:
     train = Items()
-    with pytest.raises(WrongType, match=r"x is float64 and the model float32"):
-        fit(Data(train, (TX.astype(np.float64), TY)))
+    with pytest.raises(WrongType, match=r"^test x is float16 and the model float32"):
+        fit(Data(train, (TX.astype(np.float16), TY)))
     assert len(train.asked) <= 1  # nothing was trained on
 
 
@@ -398,7 +423,7 @@ def test_arrays_are_put_on_a_gpu_if_a_quarter_of_what_is_free_will_do() -> None:
 # Reading ahead
 
 
-LOOKS = 3  # reads before the first shard: one example for the model, 32 and again four for the recipe
+LOOKS = 3  # reads before the first shard: one example for the model, 32 for the recipe, and these again
 
 
 class Recorder(Store):
@@ -462,6 +487,24 @@ def test_never_more_than_read_ahead_shards_ahead_and_always_that_many(ahead: Any
     assert all(name.startswith("samestep-read") for name in source.threads)
 
 
+def test_at_the_end_of_a_pass_the_next_one_is_read_ahead(ahead: Any) -> None:
+    source, order, pass_ = ahead
+    other = draws.order(5, 1, len(LARGE))
+    pass_.then = pass_.feed.start(other, SPANS, 1)
+    for span in SPANS[:-4]:
+        pass_.shard(span, cpu())
+    source.wait_for(MANY + READ_AHEAD - 5)
+    assert flat(source.reads[MANY:]) == other[: 2 * (READ_AHEAD - 5)].tolist()
+    for span in SPANS[-4:]:
+        pass_.shard(span, cpu())
+    source.wait_for(MANY + READ_AHEAD - 1)
+    for span in SPANS:
+        x, _ = pass_.then.shard(span, cpu())
+        assert x[:, 0].tolist() == other[span[0] : span[1]].tolist()
+    # each shard once, and in order: nothing was read twice
+    assert flat(source.reads) == [*order, *other]
+
+
 def test_one_thread_reads_in_the_order_of_the_pass() -> None:
     source = Recorder()
     fit(source, devices=2, **UNCHECKED)
@@ -516,8 +559,8 @@ def test_no_threads_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []  # so that it is not the garbage collector that ends them
 
     class Kept(Feed):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
             kept.append(self)
 
     for module in ("fit", "trainer"):
@@ -572,7 +615,7 @@ def test_identity_of_a_source_is_a_sample_of_it(tmp_path: Path, monkeypatch: pyt
     about = Data(train=source).train.identity()
     assert list(about) == ["examples", "source", "sample"]
     chosen, again = source.reads
-    assert (len(chosen), chosen[0], chosen[-1], again) == (32, 0, 49, chosen[:4])
+    assert (len(chosen), chosen[0], chosen[-1], again) == (32, 0, 49, chosen)
     assert seen() == seen(X.copy())
     for place in (0, 49, chosen[10]):
         other = X.copy()
@@ -596,12 +639,31 @@ def test_identity_of_a_source_has_its_version(about: dict[str, Any], version: An
     assert Data(train=source).train.identity().get("version") == version
 
 
-def test_a_source_that_is_different_each_time_is_not_checked() -> None:
+VARIES = (
+    "is another one when it is read again: put what is random into Data(transform=f), where f(x, y, rng) draws from rng, or "
+    "give up sameness with Trainer(deterministic=False)"
+)
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_a_source_that_is_different_each_time_is_refused(name: str) -> None:
+    random = np.random.default_rng(0)
+    flipping = Items(lambda i: (X[i] if random.random() < 0.5 or i < 9 else -X[i], Y[i]))
+    data = Data(flipping) if name == "train" else Data((X, Y), flipping)
+    with pytest.raises(NotRepeatable) as caught:
+        fit(data, **UNCHECKED)
+    index = int(str(caught.value).split()[1])
+    assert index >= 9  # those before are the same each time
+    assert str(caught.value) == f"example {index} of {name} {VARIES}"
+
+
+def test_a_source_that_is_different_each_time_without_sameness() -> None:
     random = np.random.default_rng(0)
     source = Store(give=lambda i: (X[i] + random.random(), Y[i]))
-    assert [Data(train=source).train.identity()["sample"] for _ in range(8)] == [None] * 8
-    run = fit(source, **UNCHECKED)
+    assert [Data(train=source).train.identity(varies=True)["sample"] for _ in range(8)] == [None] * 8
+    run = fit(source, deterministic=False)
     assert "train, which gives other examples each time" in run.recipe["unchecked"]
+    assert fit(Store(), deterministic=False).recipe["train"]["sample"] is not None
 
 
 def test_code_and_settings_of_a_source_are_in_the_recipe_but_not_its_cache() -> None:

@@ -1,4 +1,4 @@
-"""readers: a source is read by one thread at a time, or by workers; each example is what it is, whoever reads it."""
+"""readers: a source is read by one thread at a time, or by processes; each example is what it is, whoever reads it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from torch.utils.data import Dataset
 
 import samestep as ss
 from samestep.backends.torch.backend import backend
-from samestep.data import examples as reading
 from samestep.data import feed as feeding
-from samestep.data.examples import Data, Source
+from samestep.data import source as reading
+from samestep.data.examples import Data
 from samestep.data.feed import Feed
 from samestep.data.readers import Workers
+from samestep.data.source import Source
 from samestep.devices import cpu
 from samestep.errors import Invalid, ProcessFailed, WrongType
 from samestep.models.torch import mlp
@@ -256,28 +257,28 @@ def test_sqlite(plain: ss.Run) -> None:
 # Workers
 
 
-@pytest.mark.parametrize(("workers", "devices"), [(1, 1), (3, 2)])
-def test_same_bits_for_any_number_of_workers(workers: int, devices: int, plain: ss.Run) -> None:
-    run = fit(Data(sources.Table(), sources.Table(X[:11], Y[:11])), workers=workers, devices=devices)
+@pytest.mark.parametrize(("readers", "devices"), [(None, 3), (0, 2), (1, 1), (3, 2)])
+def test_same_bits_for_any_number_of_readers(readers: int | None, devices: int, plain: ss.Run) -> None:
+    run = fit(Data(sources.Table(), sources.Table(X[:11], Y[:11]), readers=readers), devices=devices)
     assert (run.fingerprint, run.fingerprints) == (plain.fingerprint, plain.fingerprints)
     assert run.history[-1]["test_loss"] == plain.history[-1]["test_loss"]
     assert run.recipe == fit(Data(sources.Table(), sources.Table(X[:11], Y[:11]))).recipe
 
 
 def test_an_evaluation_by_workers() -> None:
-    def evaluate(data: Any, workers: int) -> Any:
-        return ss.Trainer(workers=workers, devices=1, shards=3, progress=False).evaluate(mlp((5, 4, 3), seed=1), data)
+    def evaluate(data: Any) -> Any:
+        return ss.Trainer(devices=1, shards=3, progress=False).evaluate(mlp((5, 4, 3), seed=1), data)
 
-    assert evaluate(sources.Table(), 2) == evaluate((X, Y), 0)
+    assert evaluate(Data(sources.Table(), readers=2)) == evaluate((X, Y))
 
 
 def test_workers_open_a_file_of_their_own(plain: ss.Run, tmp_path: Path) -> None:
     with (source := sources.Reopened(tmp_path / "x")).file:
-        assert fit(source, workers=2, devices=2).fingerprint == plain.fingerprint
+        assert fit(Data(source, readers=2), devices=2).fingerprint == plain.fingerprint
 
 
 def test_every_shard_is_read_by_a_worker_and_all_of_them_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = Feed(backend, Source("train", sources.Telling()), [cpu()], None, 2)
+    feed = Feed(backend, Data(sources.Telling(), readers=2).train, [cpu()], None)
     spans = [(i, i + 1) for i in range(8)]
     pass_ = feed.start(np.arange(8), spans)
     told = np.concatenate([pass_.shard(span, cpu())[0].numpy() for span in spans])
@@ -296,19 +297,26 @@ def test_a_worker_computes_with_one_thread() -> None:
 
 
 def test_a_source_that_cannot_be_pickled_is_read_by_one_thread(plain: ss.Run, tmp_path: Path) -> None:
-    line = r"^workers=2: one thread reads train instead, as no worker can get it: cannot pickle '(_io.)?FileIO' "
+    line = r"^readers=2: one thread reads train instead, as no other process can get it: cannot pickle '(_io.)?FileIO' "
     with (source := sources.File(tmp_path / "x")).file, pytest.warns(UserWarning, match=line) as caught:
-        run = fit(source, workers=2)
+        run = fit(Data(source, readers=2))
     assert len(caught) == 1
     assert run.fingerprint == plain.fingerprint
 
 
-def test_arrays_need_no_workers(plain: ss.Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["memmap", "thread_safe"])
+def test_what_threads_may_read_is_read_by_threads(kind: str, plain: ss.Run, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
-    assert fit((np.load(tmp_path / "x.npy", mmap_mode="r"), Y), workers=2).fingerprint == plain.fingerprint
+    given: Any = (np.load(tmp_path / "x.npy", mmap_mode="r"), Y) if kind == "memmap" else sources.Table()
+    if kind == "thread_safe":
+        given.thread_safe = True
+    data = Data(given, readers=3)
+    assert fit(data).fingerprint == plain.fingerprint
+    feed = Feed(backend, data.train, [cpu()], None)
+    assert (feed._staff(), feed._workers) == (3, None)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("readers", [None, 2])
 @pytest.mark.parametrize(
     ("source", "error", "line"),
     [
@@ -320,9 +328,11 @@ def test_arrays_need_no_workers(plain: ss.Run, tmp_path: Path) -> None:
          "of indices, but Failing raised ValueError: no such row"),
     ],
 )  # fmt: skip
-def test_an_error_is_the_same_whoever_reads(source: Any, error: type[Exception], line: str, workers: int) -> None:
+def test_an_error_is_the_same_whoever_reads(
+    source: Any, error: type[Exception], line: str, readers: int | None
+) -> None:
     with pytest.raises(error) as caught:
-        fit(source, workers=workers, devices=2)
+        fit(Data(source, readers=readers), devices=2)
     assert str(caught.value) == line
 
 
@@ -330,22 +340,22 @@ def test_an_error_that_cannot_be_sent_is_told() -> None:
     with started(sources.Failing(sources.Odd, 4, "no answer")) as workers:
         with pytest.raises(ProcessFailed) as caught:
             workers.read(np.array([BAD]))
-        assert str(caught.value) == "a worker met Odd: disk 4: no answer (try workers=0)"
+        assert str(caught.value) == "a worker met Odd: disk 4: no answer (try readers=None)"
         assert workers.read(np.arange(2))[1].tolist() == Y[:2].tolist()  # and it goes on
 
 
 def test_a_source_that_cannot_be_made_again() -> None:
     with pytest.raises(ProcessFailed) as caught:
-        fit(sources.NotMadeAgain(), workers=2)
-    assert str(caught.value) == "a worker met RuntimeError: no licence for this process (try workers=0)"
+        fit(Data(sources.NotMadeAgain(), readers=2))
+    assert str(caught.value) == "a worker met RuntimeError: no licence for this process (try readers=None)"
 
 
 def test_a_worker_that_dies_is_named() -> None:
     with pytest.raises(ProcessFailed) as caught:
-        fit(sources.Killed(), workers=2, devices=2)
+        fit(Data(sources.Killed(), readers=2), devices=2)
     line = str(caught.value)
     assert line.startswith("worker process ")
-    assert line.endswith("which reads train, ended with exit code -9: see what it wrote, or use fewer workers")
+    assert line.endswith("which reads train, ended with exit code -9: see what it wrote, or use fewer readers")
 
 
 def test_a_worker_that_ends_by_itself_is_named() -> None:
@@ -378,8 +388,8 @@ def test_a_signal_to_the_group_is_not_for_workers() -> None:
 
 PARENT = """
 import os, signal, numpy as np, sources
-from samestep.data.examples import Source
 from samestep.data.readers import Workers
+from samestep.data.source import Source
 
 if __name__ == "__main__":
     workers = Workers(Source("train", sources.Table()), 2)
@@ -394,7 +404,7 @@ import samestep as ss, sources
 from samestep.models.torch import mlp
 
 print("once more")
-ss.Trainer(1, workers=1, run_dir="run", progress=False).fit(mlp((5, 4, 3)), sources.Table())
+ss.Trainer(1, run_dir="run", progress=False).fit(mlp((5, 4, 3)), ss.Data(sources.Table(), readers=1))
 """
 
 
@@ -416,14 +426,16 @@ def test_a_script_without_a_guard_is_told_to_have_one(tmp_path: Path) -> None:
     done = run_script(tmp_path, UNGUARDED)
     line = done.stderr.splitlines()[-1]
     assert line.startswith("samestep.errors.ProcessFailed: worker process ")
-    assert line.endswith('imports this script: begin the fit under if __name__ == "__main__":, or use workers=0')
+    assert line.endswith(
+        'imports this script: begin the fit under if __name__ == "__main__":, or use Data(readers=None)'
+    )
     assert done.stdout == "once more\n" * 2
     assert done.stderr.count("Traceback") == 1  # the worker said nothing
 
 
-def test_workers_must_be_a_count() -> None:
-    with pytest.raises(Invalid, match="^workers must be at least 0, got workers=-1$"):
-        ss.Trainer(workers=-1)
+def test_readers_must_be_a_count() -> None:
+    with pytest.raises(Invalid, match="^readers must be at least 0, got readers=-1$"):
+        Data((X, Y), readers=-1)
 
 
 # Examples that are not like others
@@ -487,12 +499,12 @@ def test_examples_that_are_no_numbers_are_refused(kind: Any, x: Any, y: Any, dty
         fit(kind(x, y), loss=lambda output, y: output.mean(1))
 
 
-@pytest.mark.parametrize("settings", [{}, {"workers": 1}])
-def test_a_fit_that_is_refused_leaves_no_reader_behind(settings: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("readers", [None, 1])
+def test_a_fit_that_is_refused_leaves_no_reader_behind(readers: int | None) -> None:
     """Its loss was tried on the first batch, so somebody has read by then; the fixture looks."""
     for refused in (
         {"loss": lambda output, y: output.var()},
         {"monitor": "test_top5", "loss": lambda output, y: output.mean()},
     ):
         with pytest.raises(Invalid, match="couples examples|^monitor: this fit has train_loss"):
-            fit(sources.Table(), **settings, **refused)
+            fit(Data(sources.Table(), readers=readers), **refused)

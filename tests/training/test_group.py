@@ -44,7 +44,7 @@ def stepped(**settings: Any) -> ss.Group:
             Invalid,
             "^the first batch of a Group must have two examples or more, got 1: whether its loss is a mean or a sum is seen",
         ),
-        (lambda: stepped().step(X.astype("f8"), Y), WrongType, "x is float64 and the model float32: convert one"),
+        (lambda: stepped().step(X.astype("f2"), Y), WrongType, "x is float16 and the model float32: convert one"),
         (
             lambda: stepped().step(X, Y / 2),
             WrongType,

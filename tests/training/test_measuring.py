@@ -251,3 +251,47 @@ def test_metrics_that_are_none(metrics: Any, message: str) -> None:
 def test_metrics_by_name() -> None:
     assert measuring.check_metrics({"b": max, "a": min}) == (("b", max), ("a", min))
     assert measuring.check_metrics({}) == ()
+
+
+# Outputs of shape (n, 1) and y of (n,)
+
+
+def told_of_shapes(loss: Any, model: Any = None, y: Any = X[:, 0]) -> str:
+    """What a fit says to such a loss; "" if it accepts it."""
+    trainer = ss.Trainer(1, N, shards=3, devices=1, loss=loss, schedule=0.01, progress=False)
+    try:
+        trainer.fit(model or nn.Linear(4, 1).double(), (X, y))
+    except Invalid as error:
+        return str(error)
+    return ""
+
+
+BROADCAST = (
+    "the output is of shape (12, 1) and y of (12,), and the loss compares every output with every y: use y[:, None], or "
+    "output.squeeze(1) in the model"
+)
+BROADCASTING = {
+    "a mean": nn.MSELoss(), "by example": nn.L1Loss(reduction="none"), "a sum": nn.HuberLoss(reduction="sum"),
+    "a function": F.smooth_l1_loss,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")  # which is all that PyTorch says
+@pytest.mark.parametrize("name", BROADCASTING)
+def test_losses_of_pytorch_that_broadcast_are_refused(name: str) -> None:
+    assert told_of_shapes(BROADCASTING[name]) == BROADCAST
+    assert told_of_shapes(BROADCASTING[name], y=X[:, :1]) == ""
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_model_that_gives_one_number_for_all_hides_nothing() -> None:
+    """Then the loss of all pairs is the loss, but its gradient is another one."""
+    model = nn.Linear(4, 1).double()
+    nn.init.zeros_(model.weight)
+    assert told_of_shapes(nn.MSELoss(), model) == BROADCAST
+
+
+def test_losses_that_want_these_shapes_are_accepted() -> None:
+    assert told_of_shapes(lambda output, y: (output.squeeze(1) - y) ** 2) == ""
+    assert told_of_shapes(lambda output, y: F.mse_loss(output.flatten(), y, reduction="sum")) == ""
+    assert told_of_shapes(ss.per_shard(lambda output, y: ((output - y) ** 2).mean())) == ""  # it is meant

@@ -304,7 +304,7 @@ def test_what_a_trainer_is_without_any_setting():
         "max_epochs": 10, "batch_size": 256, "shards": 8, "devices": "auto", "optimizer": ss.sgd(), "schedule": None,
         "groups": {}, "gradient_clip_val": 0.0, "gradient_clip_algorithm": "norm", "seed": 0, "average": None, "run_dir": None,
         "checkpoint_every": "1 epoch",
-        "keep_checkpoints": 3, "resume": "auto", "workers": 0, "progress": None, "threads_per_shard": 1, "loss": None,
+        "keep_checkpoints": 3, "resume": "auto", "progress": None, "threads_per_shard": 1, "loss": None,
         "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
         "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
         "metrics": {}, "monitor": None, "mode": "min", "patience": None, "lr": None,

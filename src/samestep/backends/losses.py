@@ -61,6 +61,9 @@ class Shape:
     kind: str = MEAN  # of the loss
     foreign: bool = False  # the loss is one that neither samestep nor the framework has written
     labels: int | None = None  # the number of classes, if the default loss is to check labels
+    column: bool | None = (
+        None  # whether the output is of shape (n, 1) and y of (n,): True; the reverse: False; else None
+    )
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,21 @@ def check_weights(model: str, dtypes: Iterable[str]) -> str:
     return found[0]
 
 
-def check_examples(name: str, x: Tree, dtype: str) -> None:
+class Wide(WrongType):
+    """Examples of float64 for a model of float32: these are converted, and the message is a warning."""
+
+
+def check_examples(name: str, x: Tree, dtype: str, y: Tree) -> None:
+    """Refuse examples x of another precision than the weights. `name` is that of x, and tells the name of y."""
     for path, array in paths(x, name):
-        if array.dtype.kind == "f" and str(array.dtype) != dtype:
+        if array.dtype.kind == "f" and str(array.dtype) not in (dtype, "float64"):
             raise convert(path, array, dtype)
+    both = [*paths(x, name), *(paths(y, f"{name[:-1]}y") if y is not x else ())]
+    wide = [path for path, array in both if str(array.dtype) == "float64"]
+    if wide and dtype == "float32":
+        who = f"{' and '.join(wide)} {'is' if len(wide) == 1 else 'are'} float64 and the model float32"
+        what = "x" if wide[0].startswith(name) else "y"
+        raise Wide(f"{who}: converted to float32; pass {what}.astype('float32') to be silent")
 
 
 def convert(name: str, x: Tree, dtype: str) -> WrongType:
@@ -290,7 +304,10 @@ class Losses(ABC):
         for name, metric in measure.metrics:
             self._pair(f"metric {name!r}", metric(output, y))
         own = part(output, "loss") is not None if measure.loss is None else foreign(measure.loss)
-        return Shape(shape[1] if rank == 2 and whole and labels.ndim == 1 else None, dtype, kind, own, classes)
+        tried = measure.loss is not None and not isinstance(measure.loss, PerShard)
+        shapes = shape[1:], tuple(getattr(given, "shape", (0, 0)))[1:]  # of one output and one y
+        column = {((1,), ()): True, ((), (1,)): False}.get(shapes) if tried and shape else None
+        return Shape(shape[1] if rank == 2 and whole and labels.ndim == 1 else None, dtype, kind, own, classes, column)
 
     def _check_default(self, scores: Any, labels: Any, shape: tuple[int, ...], whole: bool) -> tuple[str, int]:
         """Whether the default loss will do; returns its kind, and the number of classes."""

@@ -37,6 +37,11 @@ def labels(y: Numbers) -> Numbers:
     return y.astype(np.int64) if y.dtype.kind in "iu" else y
 
 
+def narrowed(x: Tree, y: Tree) -> tuple[Tree, Tree]:
+    """x and y with float32 in place of float64."""
+    return both(lambda array: array.astype(np.float32) if array.dtype == np.float64 else array, x, y)
+
+
 def real(label: str, array: Any) -> Any:
     """Refuse texts, dates, objects and records. A type that NumPy does not know itself, such as bfloat16, is of numbers."""
     if isinstance(array, np.ndarray) and (array.dtype.kind in "USOMm" or array.dtype.type is np.void):

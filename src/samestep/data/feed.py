@@ -1,7 +1,7 @@
 """The way of examples to the devices.
 
 Arrays that fit are put on each device once, and a shard is gathered there. Everything else (np.memmap, a map-style dataset,
-arrays too large for the device or with a transform) is read ahead, by threads or workers, shard by shard, or by the thread
+arrays too large for the device or with a transform) is read ahead, by threads or processes, shard by shard, or by the thread
 that runs the fit. All ways give the same numbers.
 """
 
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from samestep import trees
 from samestep.backends.losses import IGNORED, part
-from samestep.data.convert import PADDING, both, labels, named, numbers
-from samestep.data.examples import Arrays, Source
+from samestep.data.convert import PADDING, both, labels, named, narrowed, numbers
+from samestep.data.examples import Arrays
 from samestep.data.readers import NAME, Workers
+from samestep.data.source import Source
 from samestep.devices import Device
 from samestep.errors import Invalid, WrongType
 from samestep.shards import Span
@@ -50,22 +51,21 @@ class Feed:
     """Brings examples to the devices that compute; made once for a run and used for every pass."""
 
     def __init__(
-        self, backend: Backend, examples: Arrays | Source, devices: Sequence[Device], classes: int | None, workers: int = 0,
-        seed: int = 0,
+        self, backend: Backend, examples: Arrays | Source, devices: Sequence[Device], classes: int | None, seed: int = 0,
+        dtype: str = "",
     ) -> None:  # fmt: skip
+        """dtype: of the model; for one of float32, examples of float64 are converted."""
         self.backend, self.examples, self.classes, self.seed = backend, examples, classes, seed
+        self._suited = narrowed if dtype == "float32" else lambda x, y: (x, y)
         self.resident: dict[Device, tuple[Tree, Tree]] = {}
         self._readers: ThreadPoolExecutor | None = None
         self._workers: Workers | None = None
-        self._count = workers
         self._kinds, self._shapes = set[str](), set[str]()  # of shards; of examples
-        if workers and examples.readers == 0:
-            wanted = f"readers=0 has {examples.name} read by the thread that runs the fit, and workers={workers} by processes"
-            raise Invalid(f"{wanted}: use one of the two")
         if isinstance(examples, Arrays) and examples.in_memory and not examples.transform:
             x, y = both(numbers, examples.x, examples.y)
             y = y if y is x else trees.mapped(labels, y)
             check_labels(examples.name, y, classes)
+            x, y = self._suited(x, y)
             size = sum(array.nbytes for array in trees.leaves(x if y is x else (x, y)))
             if all(self._fits(device, size) for device in set(devices)):
                 for device in set(devices):
@@ -85,16 +85,23 @@ class Feed:
     def start(self, order: NDArray[np.int64], spans: Sequence[Span], epoch: int = 0) -> Pass:
         """Begin a pass: `spans` are the shards, in the order in which they will be asked for, as ranges of `order`."""
         if not self.resident and not self._readers and not self.here:
-            threads = self.examples.readers or (min(4, os.cpu_count() or 1) if self.examples.thread_safe else 1)
-            given: Any = self.examples if isinstance(self.examples, Source) else self.examples.transform
-            if self._count and given:
-                try:
-                    self._workers, threads = Workers(given, self._count), self._count
-                except Exception as error:
-                    who = f"workers={self._count}: {'one thread reads' if threads == 1 else f'{threads} threads read'}"
-                    warnings.warn(f"{who} {self.examples.name} instead, as no worker can get it: {error}", stacklevel=2)
-            self._readers = ThreadPoolExecutor(threads, NAME)
+            self._readers = ThreadPoolExecutor(self._staff(), NAME)
         return Pass(self, order, spans, epoch)
+
+    def _staff(self) -> int:
+        """Start the processes that are to read, if any; returns how many threads read, or ask them."""
+        examples, readers = self.examples, self.examples.readers
+        several = min(4, os.cpu_count() or 1) if examples.thread_safe else 1
+        given: Any = examples.transform if isinstance(examples, Arrays) else None if examples.thread_safe else examples
+        if not readers or not given:
+            return readers or several
+        try:
+            self._workers = Workers(given, readers)
+        except Exception as error:
+            who = f"readers={readers}: {'one thread reads' if several == 1 else f'{several} threads read'} {examples.name}"
+            warnings.warn(f"{who} instead, as no other process can get it: {error}", stacklevel=2)
+            return several
+        return readers
 
     def read(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tree, Tree]:
         """x and y of these examples, read by a worker if there are any."""
@@ -118,7 +125,7 @@ class Feed:
             if len(self._shapes) > 1:
                 told = " and ".join(sorted(self._shapes))
                 raise WrongType(f"{name} must have examples of one shape, got {told}: {PADDING}")
-        return both(np.ascontiguousarray, x, y)  # kernels are chosen by how memory lies, too
+        return both(np.ascontiguousarray, *self._suited(x, y))  # kernels are chosen by how memory lies, too
 
     def close(self) -> None:
         if self._readers:
@@ -137,6 +144,7 @@ class Pass:
         self._prepared: dict[Span, tuple[Tree, Tree]] = {}
         self._next = 0
         self._lock = threading.Lock()
+        self.then: Pass | None = None  # what will be asked for after this pass, and is read ahead, too
 
     def prepare(self, spans: Sequence[Span]) -> None:
         """Read these shards in this thread, if that is who reads; else they are read ahead when they are asked for."""
@@ -168,11 +176,16 @@ class Pass:
         assert readers is not None
         with self._lock:
             while self._next < len(self.spans) and (len(self._ahead) < READ_AHEAD or span not in self._ahead):
-                wanted = self.spans[self._next]
-                self._ahead[wanted] = readers.submit(self.feed.read, self.order[wanted[0] : wanted[1]], self.epoch)
-                self._next += 1
+                self._submit(readers)
+            while self.then and self.then._next < min(len(self.then.spans), READ_AHEAD - len(self._ahead)):
+                self.then._submit(readers)
             reading = self._ahead.pop(span)
         return reading.result()  # waits if the source is slower than the device
+
+    def _submit(self, readers: ThreadPoolExecutor) -> None:
+        wanted = self.spans[self._next]
+        self._ahead[wanted] = readers.submit(self.feed.read, self.order[wanted[0] : wanted[1]], self.epoch)
+        self._next += 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from samestep.data.examples import Source
+from samestep.data.source import Source
 from samestep.data.transform import Transform
 from samestep.errors import ProcessFailed
 
@@ -40,9 +40,9 @@ class Workers:
             answer = pickle.load(file)
         except (EOFError, OSError, pickle.UnpicklingError):
             process.join(5)
-            how = f"ended with exit code {process.exitcode}: see what it wrote, or use fewer workers"
+            how = f"ended with exit code {process.exitcode}: see what it wrote, or use fewer readers"
             if process.exitcode == UNGUARDED:
-                how = 'imports this script: begin the fit under if __name__ == "__main__":, or use workers=0'
+                how = 'imports this script: begin the fit under if __name__ == "__main__":, or use Data(readers=None)'
             raise ProcessFailed(f"worker process {process.pid}, which reads {self.name}, {how}") from None
         finally:
             self._idle.append((process, ours, file, b""))
@@ -71,7 +71,7 @@ def _work(end: socket.socket) -> None:
                     sys.modules["torch"].set_num_threads(1)
                 answer = source.read(*pickle.load(file))
             except Exception as error:
-                answer = ProcessFailed(f"a worker met {type(error).__name__}: {error} (try workers=0)")
+                answer = ProcessFailed(f"a worker met {type(error).__name__}: {error} (try readers=None)")
                 with suppress(Exception):  # not every error can be made again from what is sent
                     answer = pickle.loads(pickle.dumps(error)) if source is not None else answer
             pickle.dump(answer, file, 5)  # from 5 on, arrays go without a copy

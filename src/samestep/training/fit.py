@@ -20,7 +20,7 @@ from samestep import draws, fingerprint
 from samestep.backends.base import Backend
 from samestep.backends.losses import MEAN
 from samestep.data.examples import Data
-from samestep.data.feed import Batch, Feed
+from samestep.data.feed import Batch, Feed, Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
@@ -79,9 +79,9 @@ class Fit:
             ways = [(m.kind, sorted(m.style) if isinstance(m.style, tuple) else m.style) for m in (other, self.measure)]
             if ways[0] != ways[1]:
                 raise Invalid("test must have the structure of train: the model takes its examples in another way")
-        labels = self.shape.labels
-        self.feed = Feed(backend, data.train, devices, labels, settings.workers, settings.seed)
-        self.test = Feed(backend, data.test, devices, labels, settings.workers) if data.test else None
+        labels, dtype = self.shape.labels, self.shape.dtype
+        self.feed = Feed(backend, data.train, devices, labels, settings.seed, dtype)
+        self.test = Feed(backend, data.test, devices, labels, dtype=dtype) if data.test else None
         try:
             self.prepare(model, weights)
         except BaseException:  # threads and workers may already read for the feeds
@@ -120,6 +120,7 @@ class Fit:
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._maker = lambda tensors: backend.evaluating(first.model_of(tensors))
         self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
+        self.next: Pass | None = None  # of the next epoch: its examples are read ahead, too
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
@@ -256,8 +257,9 @@ class Fit:
         steps = len(self.batches)
         start = self.step - epoch * steps
         rates = self.rates.epoch(epoch)
-        order = draws.order(settings.seed, epoch, len(self.data.train), settings.sampling)
-        pass_ = self.feed.start(order, self.group.spans_here(self.batches[start:]), epoch)
+        pass_ = self.next or self.passing(epoch, start)
+        if not self.feed.resident and epoch + 1 < settings.max_epochs:
+            self.next = pass_.then = self.passing(epoch + 1)
         keys = draws.keys_from(settings.seed, self.step, settings.shards)
         pending: list[tuple[Any, Any]] = []  # [losses | hits | more] and fingerprint of steps not yet fetched
         looked = time.perf_counter()
@@ -309,6 +311,11 @@ class Fit:
             self.save()
         if stop == SIGTERM or (stop and self.step < self.last):
             self.stop(stop)
+
+    def passing(self, epoch: int, start: int = 0) -> Pass:
+        """The examples of an epoch, from a step on."""
+        order = draws.order(self.settings.seed, epoch, len(self.data.train), self.settings.sampling)
+        return self.feed.start(order, self.group.spans_here(self.batches[start:]), epoch)
 
     def stop(self, number: int) -> None:
         """Stop because a signal asked for it, once the checkpoint has been written: SIGTERM ends the process."""

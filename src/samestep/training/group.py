@@ -210,7 +210,7 @@ class Group:
                 if not self._kinds:
                     self._shape, self._measure = shape, measure
                 self._kinds.append(kinds)
-            feed = Feed(backend, data.train, devices, self._shape.labels)
+            feed = Feed(backend, data.train, devices, self._shape.labels, dtype=self._shape.dtype)
             try:
                 if self._replicas is None:
                     self._replicas = self._made(feed, devices)

@@ -2,12 +2,15 @@
 
 A loss must be one of the batch, whichever way that is cut into shards. One that a user has written is tried: on the first
 batch as a whole, and shard by shard. Its gradient is tried, too: at the start of a training all tokens may cost the same, and
-then a mean over tokens has the value, but not the gradient, of a mean over shards.
+then a mean over tokens has the value, but not the gradient, of a mean over shards. A loss of the framework's is tried, too, if
+the output is of shape (n, 1) and y of (n,): most would compare every output with every y.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from samestep import draws
-from samestep.backends.losses import MEAN, SUM, WEIGHTED, Measure, Shape
+from samestep.backends.losses import MEAN, SUM, WEIGHTED, Measure, Shape, Wide
+from samestep.data.convert import narrowed
 from samestep.data.feed import Feed, Pass
 from samestep.errors import Invalid, OutOfMemory, WrongType
+from samestep.processes import place
 from samestep.shards import Span, cut, tree_sum
 from samestep.signals import heard
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica
     from samestep.backends.layout import Numbers
-    from samestep.data.examples import Arrays, Source
+    from samestep.data.examples import Arrays
+    from samestep.data.source import Source
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
 
@@ -50,7 +56,12 @@ def measured(settings: Trainer, backend: Backend, model: Any, examples: Arrays |
     x, y = examples.read(np.arange(1), settings.seed, 0)
     measure = Measure(settings.loss, MEAN, check_metrics(settings.metrics), backend.style(model, x, y is x))
     with heard(False):  # but not while the model itself computes
-        shape = backend.probe(model, measure, x, y, f"{examples.name} x")
+        try:
+            shape = backend.probe(model, measure, x, y, f"{examples.name} x")
+        except Wide as told:
+            shape = backend.probe(model, measure, *narrowed(x, y), f"{examples.name} x")
+            if place.find().rank == 0:
+                warnings.warn(str(told), stacklevel=4)
     return shape, replace(measure, kind=shape.kind)
 
 
@@ -63,14 +74,20 @@ def checked(
     trains: whether there will be steps, so that the gradient counts, too.
     """
     n, tree, key = min(settings.batch_size, len(feed.examples)), tree_sum, draws.evaluation_keys(settings.seed, 2)
-    if not shape.foreign or n < 2:
+    unlike = shape.column is not None  # the shapes of output and y
+    if not (shape.foreign or unlike) or n < 2:
         return measure
     spans = [(0, n), *(span for span in cut(n, max(2, settings.shards)) if span[0] < span[1])]
-    pass_ = feed.start(draws.order(settings.seed, 0, len(feed.examples), settings.sampling), spans)
+    sampling = "without_replacement" if unlike else settings.sampling  # in order, all y of a batch may be equal
+    pass_ = feed.start(draws.order(settings.seed, 0, len(feed.examples), sampling), spans)
     replica = backend.replica(model, measure, device, settings.shards, capture=False)
 
-    def evaluate(pass_: Pass, span: Span, key: int) -> Any:
-        return backend.get(replica.evaluate(*pass_.shard(span, device), key)).astype(np.float64)
+    def evaluate(pass_: Pass, span: Span, key: int, alike: bool = False) -> Any:
+        x, y = pass_.shard(span, device)
+        if alike:  # y in the shape of the output
+            rows = backend.get(y)
+            y = backend.put(rows[:, None] if shape.column else rows[:, 0], device)
+        return backend.get(replica.evaluate(x, y, key)).astype(np.float64)
 
     pass_.prepare(spans)
     try:  # one after the other: what hides something in a global is for the rehearsal to find
@@ -80,19 +97,13 @@ def checked(
         return measure  # the whole is larger than what is to be computed
     if not np.array_equal(again, rows[0], equal_nan=True):
         return measure  # it draws random numbers in evaluation, too: no two of these are alike
-    sizes = [hi - lo for lo, hi in spans]
-    over = [row[2] for row in (whole, *rows)] if measure.kind == WEIGHTED else sizes
-    losses, (rounding, slack) = [row[0] for row in rows], ROUNDING[shape.dtype]
-
-    def alike(by_shards: float, of_whole: float) -> bool:
-        least = max(abs(loss / size) for loss, size in zip(losses, sizes[1:], strict=True))  # if they cancel out
-        return bool(abs(by_shards - of_whole) <= rounding * max(abs(of_whole), least))
-
-    finite = np.isfinite(whole[0])  # if not, the first step tells; if only shards are not, they have nothing to average
-    if not finite or not over[0] or measure.kind == SUM:
+    sizes, (rounding, slack) = [hi - lo for lo, hi in spans], ROUNDING[shape.dtype]
+    over = _over(measure.kind, [whole, *rows], sizes)
+    # If the whole is not finite, the first step tells; if only shards are not, they have nothing to average.
+    if not np.isfinite(whole[0]) or not over[0] or (measure.kind == SUM and not unlike):
         return measure
-    by_shards = tree(losses) / tree(over[1:])
-    if alike(by_shards, whole[0] / over[0]):
+    kind = _kind(measure.kind, [whole, *rows], sizes, rounding)
+    if kind == measure.kind:
         passes = [pass_.again(span) for span in (*spans, spans[1])] if trains and replica.slopes else []
         try:
             (apart,) = backend.map([partial(_apart, replica, passes, over, key)])
@@ -101,20 +112,51 @@ def checked(
         if not apart > slack:
             return measure
         told = f"the gradient of the first batch and that by its shards differ by {apart:.1%}"
+    elif kind:
+        return replace(measure, kind=kind)
     else:
-        values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
-        if measure.kind == MEAN and alike(tree(values), whole[0] / n):
-            return replace(measure, kind=SUM)
+        by_shards = tree([row[0] for row in rows]) / tree(over[1:])
         told = f"the loss of the first batch is {whole[0] / over[0]:.6g}, and by its shards {by_shards:.6g}"
     again = pass_.again(spans[1]).shard(spans[1], device)
     ((_, traces),) = backend.map([partial(replica.inside, *again)])
     if len(set(traces)) > 1:
         return measure  # it is another program each time it is traced: the rehearsal tells
+    table: list[Any] = []
+    with suppress(Exception):  # a loss that wants the two shapes as they are may fail in any way
+        new = [pass_.again(span) for span in spans] if unlike else []
+        (table,) = backend.map([lambda: [evaluate(one, one.spans[0], key[0], alike=True) for one in new]])
+    if table and _kind(measure.kind, table, sizes, rounding):
+        shapes, how = (f"({n}, 1)", f"({n},)"), "y[:, None], or output.squeeze(1) in the model"
+        shapes, how = (shapes, how) if shape.column else (shapes[::-1], "y[:, 0], or output[:, None] in the model")
+        two = f"the output is of shape {shapes[0]} and y of {shapes[1]}"
+        raise Invalid(f"{two}, and the loss compares every output with every y: use {how}")
     how = "Return (sum, weight) from it" if settings.loss else "Pass loss=f(output, batch) that returns (sum, weight)"
     raise Invalid(
         f"{told}: the loss couples examples, or is a mean over something else. {how}, which are added up over the shards and "
         "then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
     )
+
+
+def _over(kind: str, table: Sequence[Any], sizes: Sequence[float]) -> Sequence[float]:
+    """What the losses of a batch and of its shards are divided by; `table` has [loss, hits, more] of each."""
+    if kind == SUM:
+        return [1.0, *(1 / len(table[1:]) for _ in table[1:])]
+    return [row[2] for row in table] if kind == WEIGHTED else sizes
+
+
+def _kind(kind: str, table: Sequence[Any], sizes: Sequence[float], rounding: float) -> str | None:
+    """As what the loss of a batch follows from those of its shards: as this kind, or as a sum; None: it does not."""
+    over, (whole, *losses) = _over(kind, table, sizes), [row[0] for row in table]
+    values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
+
+    def alike(by_shards: float, of_whole: float) -> bool:
+        return bool(
+            abs(by_shards - of_whole) <= rounding * max(abs(of_whole), *map(abs, values))
+        )  # they may cancel out
+
+    if alike(tree_sum(losses) / tree_sum(over[1:]), whole / over[0]):
+        return kind
+    return SUM if kind == MEAN and alike(tree_sum(values), whole / sizes[0]) else None
 
 
 def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], keys: Sequence[int]) -> float:

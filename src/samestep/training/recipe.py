@@ -49,7 +49,8 @@ def agreed(world: World, own: dict[str, Any], what: str, besides: Iterable[str] 
 def _own(fit: Fit, model: Any) -> dict[str, Any]:
     """All that decides the result of a fit. It has the kind of the devices, not their number."""
     settings, backend, data, first = fit.settings, fit.backend, fit.data, fit.group.replicas[0]
-    train, test = data.train.identity(), data.test.identity() if data.test else None
+    varies = not settings.deterministic
+    train, test = data.train.identity(varies), data.test.identity(varies) if data.test else None
     tensors, (code, unchecked) = first.tensors(), _content(fit, model)
     given = {"train": train, "test": test}.items()
     vary = [name for name, about in given if about and about.get("sample", "") is None]

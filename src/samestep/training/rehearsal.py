@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 Hashes = dict[str, str]  # of what a shard took and gave, by name; causes come before what follows from them
 RESULT = "its result"
-READ = "a source must give the same example for an index each time: does it draw, or share a file position or a cache?"
+READ = (
+    "a source must give the same example for an index each time: does it draw, or share a file position or a cache? Random "
+    "parts belong into Data(transform=f), f(x, y, rng)"
+)
 COMPUTED = (
     "only weights, state, examples and key may decide it: does the model or the loss use Python's or NumPy's random numbers, a "
     "generator of its own, a counter, a global or a cache? If not, a device computes wrongly"
@@ -172,7 +175,8 @@ class Rehearsal:
         replica, span, backend = self.group.replicas[i], batch.spans[shard], self.fit.backend
         x, y = batch.pass_.again(span).shard(span, replica.device)
         train, indices = self.fit.data.train, batch.pass_.order[slice(*span)]
-        for ours, theirs in zip(leaves(batch.pass_.read(span)), leaves((x, y)), strict=True):
+        read = batch.pass_.feed.checked(*batch.pass_.read(span))
+        for ours, theirs in zip(leaves(read), leaves((x, y)), strict=True):
             for index, one, other in zip(indices, ours, backend.get(theirs), strict=True):
                 if not np.array_equal(one, other, equal_nan=ours.dtype.kind == "f"):
                     raise NotRepeatable(f"example {index} of {train.name} is not the same for another thread; {READ}")

@@ -64,7 +64,6 @@ class Trainer:
                        mode="max" if more is better; None: the test loss (the training loss without test examples)
     patience           stop early, after so many epochs in a row that were not better in that column; None: never
     resume             "auto": resume if run_dir holds a checkpoint of this recipe; False: never; or a path to resume from
-    workers            processes that read a source ahead, each with a copy of it (docs/data.md); 0: a thread reads it
     progress           show progress; None: if standard error is a terminal
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, their mean, or (sum, weight); None: softmax cross-entropy, or
@@ -103,7 +102,6 @@ class Trainer:
     mode: str = "min"
     patience: int | None = None
     resume: str | os.PathLike[str] | bool = "auto"
-    workers: int = 0
     progress: bool | None = None
     threads_per_shard: int = 1
     loss: Callable[[Any, Any], Any] | PerShard | None = None
@@ -139,7 +137,7 @@ class Trainer:
         for name in ("progress", "capture", "deterministic", "portable", "rehearse"):
             if getattr(self, name) is not None or name not in ("progress", "portable"):
                 setattr(self, name, flag("", name, getattr(self, name)))
-        self.workers, self.seed = whole("", "workers", self.workers), whole("", "seed", self.seed, most=2**64 - 1)
+        self.seed = whole("", "seed", self.seed, most=2**64 - 1)
         uncalled = any(self.optimizer is made for made in (sgd, adam, adamw, adagrad, sgld))  # without its ()
         theirs = frameworks_of(self.optimizer) or callable(self.optimizer)
         if not isinstance(self.optimizer, Optimizer) and (uncalled or not theirs):
@@ -252,7 +250,7 @@ class Trainer:
         with self.session(backend) as (devices, world), ExitStack() as last, heard():
             examples = data.test or data.train
             shape, measure = measured(self, backend, model, examples)
-            feed = Feed(backend, examples, devices, shape.labels, self.workers, self.seed)
+            feed = Feed(backend, examples, devices, shape.labels, self.seed, shape.dtype)
             last.callback(feed.close)
             measure = checked(self, backend, model, shape, measure, feed, devices[0], trains=False)
             group = Replicas(self, backend, model, measure, devices, world)

@@ -189,7 +189,7 @@ class JaxBackend(Backend):
                 self._made[id(model)] = model, drawn(LinenAdapter(model), spread(first, measure.style))
         adapter, params, state = adapt(model, self._made)
         dtype = check_weights(self.describe(model), (str(jnp.asarray(leaf).dtype) for leaf in jax.tree.leaves(params)))
-        check_examples(name, x, dtype)
+        check_examples(name, x, dtype, y)
 
         found: list[Shape] = []
 

@@ -193,7 +193,7 @@ class MxnetBackend(Backend):
         parameters = parameters_of(model).values()
         types = (str(np.dtype(p.dtype)) for p in parameters if p.grad_req != "null")
         dtype = check_weights(self.describe(model), types)
-        check_examples(name, x, dtype)
+        check_examples(name, x, dtype, y)
         try:
             context = next(iter(parameters)).list_ctx()[0]
         except RuntimeError as error:

@@ -186,7 +186,7 @@ class PaddleBackend(Backend):
         measure = Measure.of(measure)
         weights = [p for p in model.parameters() if not p.stop_gradient]
         dtype = check_weights(self.describe(model), map(dtype_of, weights))
-        check_examples(name, x, dtype)
+        check_examples(name, x, dtype, y)
         if not all(p._is_initialized() for p in weights):
             raise Invalid("the model was made under paddle.LazyGuard: call initialize() of each parameter first")
         modes = [(layer, layer.training, dict(layer._buffers)) for layer in model.sublayers(include_self=True)]

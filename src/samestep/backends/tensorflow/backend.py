@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -172,12 +171,14 @@ class TensorflowBackend(Backend):
         before = adapter.values()
         known = [variable.dtype.name for variable in adapter.trained.values()]
         if known:
-            check_examples(name, x, check_weights(self.describe(model), known))
+            check_examples(name, x, check_weights(self.describe(model), known), y)
         try:
             with self.explained():
                 # This makes the weights of a model that has none yet.
                 output, _ = adapter(spread(mapped(tf.constant, x), measure.style), False)
-                shape = self.described(measure, output, mapped(tf.constant, y), y, "")
+                dtype = check_weights(self.describe(model), (v.dtype.name for v in adapter_of(model).trained.values()))
+                check_examples(name, x, dtype, y)
+                return self.described(measure, output, mapped(tf.constant, y), y, dtype)
         except (TypeError, tf.errors.InvalidArgumentError) as error:
             if not_floats(x) and known and "float" in str(error):
                 raise convert(name, x, known[0]) from error
@@ -186,9 +187,6 @@ class TensorflowBackend(Backend):
             for key, variable in adapter.variables.items():  # a tf.Module may count its calls
                 if variable.numpy().tobytes() != before[key].tobytes():
                     variable.assign(before[key])
-        dtype = check_weights(self.describe(model), (v.dtype.name for v in adapter_of(model).trained.values()))
-        check_examples(name, x, dtype)
-        return replace(shape, dtype=dtype)
 
     def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> TensorflowReplica:
         self.require(device)

@@ -169,7 +169,7 @@ class TorchBackend(Backend):
     def probe(self, model: torch.nn.Module, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
         weights = [p for p in model.parameters() if p.requires_grad]
         dtype = check_weights(self.describe(model), (str(p.dtype).removeprefix("torch.") for p in weights))
-        check_examples(name, x, dtype)
+        check_examples(name, x, dtype, y)
         device, lazy = Device.of(str(weights[0].device)), any(isinstance(p, UninitializedParameter) for p in weights)
         try:
             with torch.no_grad(), self.explained(), torch.random.fork_rng([], enabled=not lazy):

@@ -139,7 +139,7 @@ class MpiWorld(World):
         try:
             return bool(work.Test())
         except self._mpi.Exception as error:  # between hosts: the connection is gone
-            raise ProcessFailed(self.cause or self.lost(rank, late=False)) from error
+            raise ProcessFailed(self.cause or self.lost(rank, late=False)) from None
 
     def _look(self, works: Works, waited: float) -> None:
         """While waiting: is there still something to wait for?"""

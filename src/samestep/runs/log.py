@@ -45,7 +45,7 @@ def events(log: bytes, damaged: bool = False) -> Iterator[Event]:
             yield event
         except (ValueError, TypeError) as error:
             if not damaged:
-                raise Invalid(f"line {number} is not an event, or was changed after it was written") from error
+                raise Invalid(f"line {number} is not an event, or was changed after it was written") from None
         before = last_seal(line)
 
 

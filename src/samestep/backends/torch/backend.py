@@ -178,7 +178,7 @@ class TorchBackend(Backend):
                 return self.described(lane.measure, output, mapped(partial(self.put, device=device), y), y, dtype)
         except RuntimeError as error:
             if not_floats(x) and re.search("dtype|scalar type|Input type", str(error)):
-                raise convert(name, x, dtype) from error
+                raise convert(name, x, dtype) from None
             raise
 
     def replica(

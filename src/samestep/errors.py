@@ -26,7 +26,9 @@ def lines(error: BaseException) -> list[types.TracebackType]:
 
 def place(error: BaseException) -> str:
     """The last of the user's own lines that led to an error: `my.py, line 12`; nothing if there is none."""
-    return "".join(f"{os.path.basename(at.tb_frame.f_code.co_filename)}, line {at.tb_lineno}" for at in lines(error)[-1:])
+    return "".join(
+        f"{os.path.basename(at.tb_frame.f_code.co_filename)}, line {at.tb_lineno}" for at in lines(error)[-1:]
+    )
 
 
 def told(error: BaseException) -> str:

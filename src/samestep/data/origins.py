@@ -124,7 +124,7 @@ class TensorFlow:
         try:
             with tf.device("cpu"):
                 return tf.data.experimental.at(self.dataset, i)
-        except (tf.errors.UnimplementedError, tf.errors.FailedPreconditionError) as error:
+        except (tf.errors.UnimplementedError, tf.errors.FailedPreconditionError):
             raise self._cannot("it has no elements by index") from None
         except tf.errors.InvalidArgumentError as error:  # of a function that it maps
             raise WrongType(f"{self.name}[{i}]: it raised InvalidArgumentError: {error.message}") from None

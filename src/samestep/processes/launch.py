@@ -1,6 +1,7 @@
 """Starting the processes of a run on this machine: by ourselves for PyTorch, by mpiexec for the other frameworks.
 
 Each process can be signalled and killed alone. The first that fails ends the others, and so does the end of the launcher.
+What they fail of, they leave with the launcher, which says it once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from samestep.processes.world import gone
 
 GRACE = 10.0  # seconds that the other processes have to end by themselves after one has failed
 POLL = 0.02  # seconds between two looks
+TOLD = "SAMESTEP_TOLD"  # in the environment of the processes: the folder in which they leave why they end
 # What would tell a process of other processes than those that are started here.
-PLACE = (*TORCHRUN, "SLURM_STEP_NUM_TASKS", MEET, *sum(MPIEXEC, ()))
+PLACE = (*TORCHRUN, "SLURM_STEP_NUM_TASKS", MEET, TOLD, *sum(MPIEXEC, ()))
 
 
 def launch(command: Sequence[str], count: int, engine: str = "torch") -> int:
@@ -44,6 +46,20 @@ def launch(command: Sequence[str], count: int, engine: str = "torch") -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 + processes.asked[0] if processes.asked and status else status
+
+
+def leave(text: str, heard: bool) -> bool:
+    """Leave with the launcher, if this process has one, why the process ends: of itself, or as it heard of another."""
+    folder, rank = os.environ.get(TOLD), numbered()
+    if folder:
+        Path(folder, f"{rank}.{'heard' if heard else 'error'}").write_text(text)
+    return bool(folder)
+
+
+def numbered() -> int:
+    """The rank of this process, whoever has started it."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+    return int(next((os.environ[name] for name in names if os.environ.get(name, "").isdecimal()), 0))
 
 
 def engine_for(script: Path | None, backend: str | None) -> str:
@@ -92,12 +108,13 @@ class Processes:
         self.command, self.count, self.engine = list(command), count, engine
         self.asked: list[int] = []  # signals that they are to get
         self._got = [0] * count  # by rank: how many of them it has got
+        self._noted = False  # whether it was said which process is lost
         self._starters: list[subprocess.Popen[bytes]] = []  # by rank: what we have started it with
         self._folder = tempfile.TemporaryDirectory(prefix="samestep-")
         self._told = Path(self._folder.name)
         self._env = {name: value for name, value in environ.items() if name not in PLACE}
         if count > 1:
-            self._env[MEET] = f"file://{self._folder.name}/meet"
+            self._env |= {MEET: f"file://{self._folder.name}/meet", TOLD: self._folder.name}
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
         self._shown = [os.dup(number if output is None else output) for number in (1, 2)]
@@ -160,6 +177,25 @@ class Processes:
             os.write(self._shown[1], (self._told / "own").read_bytes())
         elif self.engine == "mpi" and (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
             os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
+            self._noted = True
+
+    def _say(self) -> None:
+        """Say what the processes failed of: every error once, with its rank unless it is rank 0's as well.
+
+        What they only heard of another process is said if that one could not say it.
+        """
+        left = {
+            (kind, rank): self._told / f"{rank}.{kind}" for kind in ("error", "heard") for rank in range(self.count)
+        }
+        texts = {about: file.read_text() for about, file in left.items() if file.exists()}
+        first: dict[str, int] = {}  # by text: the lowest rank
+        for (kind, rank), text in texts.items():
+            if kind == "error" or not (first or self._noted):
+                first.setdefault(text, rank if kind == "error" else 0)
+        for text, rank in first.items():
+            os.write(self._shown[1], (f"rank {rank}: {text}" if rank else text).encode())
+        for about in texts:
+            left[about].unlink()
 
     def _read(self, name: str) -> int | None:
         """What rank.py has told, if it has."""
@@ -197,5 +233,6 @@ class Processes:
                 status, deadline = states[failed] or 0, time.monotonic() + GRACE
                 self._note(failed)
             if None not in states or time.monotonic() > deadline:
+                self._say()
                 return status if status >= 0 else 128 - status  # as a shell tells that a signal ended it
             time.sleep(POLL)

@@ -193,7 +193,7 @@ class MxnetBackend(Backend):
         check_examples(name, x, dtype)
         try:
             context = next(iter(parameters)).list_ctx()[0]
-        except RuntimeError as error:
+        except RuntimeError:
             raise Invalid("the model has no weights yet: call model.initialize() first") from None
         held = [(vars(block), arrays_in(block)) for _, block in blocks_of(model)]
         kept = [a for p in parameters if p.grad_req == "null" and p._data for a in p.list_data()]

@@ -851,13 +851,18 @@ def test_a_compiled_model_is_not_portable(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_autocast_around_a_fit_is_refused() -> None:
-    with (
-        torch.autocast("cpu"),
-        pytest.raises(Invalid, match="autocast .cpu. around a fit.*use it in the model's forward"),
-    ):
-        ss.Trainer(1, 4, shards=2, devices="cpu", progress=False).fit(
-            torch.nn.Linear(3, 4), (np.zeros((4, 3), np.float32), np.arange(4))
-        )
+    model, batch = torch.nn.Linear(3, 4), (np.zeros((4, 3), np.float32), np.arange(4))
+    trainer = ss.Trainer(1, 4, shards=2, devices="cpu", progress=False)
+    group = ss.Group(model, shards=2, devices="cpu")
+    message = (
+        "autocast (cpu) around a fit reaches only some of its threads: use it in the model's forward, to set the precision "
+        "there (docs/coming-from.md)"
+    )
+    with torch.autocast("cpu"):
+        for call in (lambda: trainer.fit(model, batch), lambda: group.step(*batch)):
+            with pytest.raises(Invalid, match=f"^{re.escape(message)}$"):
+                call()
+    group.step(*batch)
 
 
 # Recordings, with something that stands for a CUDA graph

@@ -108,7 +108,6 @@ class Processes:
         self.command, self.count, self.engine = list(command), count, engine
         self.asked: list[int] = []  # signals that they are to get
         self._got = [0] * count  # by rank: how many of them it has got
-        self._noted = False  # whether it was said which process is lost
         self._starters: list[subprocess.Popen[bytes]] = []  # by rank: what we have started it with
         self._folder = tempfile.TemporaryDirectory(prefix="samestep-")
         self._told = Path(self._folder.name)
@@ -171,31 +170,28 @@ class Processes:
         told = sorted((file.stat().st_mtime_ns, int(file.stem)) for file in self._told.glob("*.status"))
         return next((rank for rank in [*(rank for _, rank in told), *range(self.count)] if states[rank]), None)
 
-    def _note(self, rank: int) -> None:
-        """Say what the processes themselves cannot say when one has failed. PyTorch's notice it, and name it."""
-        if not any(self._read(f"{rank}.pid") for rank in range(self.count)):  # none was started, and mpiexec says why
-            os.write(self._shown[1], (self._told / "own").read_bytes())
-        elif self.engine == "mpi" and (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
-            os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
-            self._noted = True
+    def _note(self, failed: int) -> int:
+        """Say why the run has failed: every error once, with its rank unless it is rank 0's as well; whose status counts.
 
-    def _say(self) -> None:
-        """Say what the processes failed of: every error once, with its rank unless it is rank 0's as well.
-
-        What they only heard of another process is said if that one could not say it.
+        What processes only heard of another one is said if that one could not say it itself.
         """
-        left = {
-            (kind, rank): self._told / f"{rank}.{kind}" for kind in ("error", "heard") for rank in range(self.count)
-        }
-        texts = {about: file.read_text() for about, file in left.items() if file.exists()}
-        first: dict[str, int] = {}  # by text: the lowest rank
-        for (kind, rank), text in texts.items():
-            if kind == "error" or not (first or self._noted):
-                first.setdefault(text, rank if kind == "error" else 0)
-        for text, rank in first.items():
-            os.write(self._shown[1], (f"rank {rank}: {text}" if rank else text).encode())
-        for about in texts:
-            left[about].unlink()
+        ranks = range(self.count)
+        own = {rank: self._left(f"{rank}.error") for rank in ranks if self._left(f"{rank}.error")}
+        texts = {text: rank for rank, text in reversed(own.items())}  # of equal ones, the lowest rank counts
+        heard = next((text for rank in ranks if (text := self._left(f"{rank}.heard"))), "")
+        if not any(self._read(f"{rank}.pid") for rank in ranks):  # none was started, and mpiexec says why
+            heard = self._left("own")
+        elif (self._read(f"{failed}.status") or 0) < 0 and not self.asked:
+            heard = heard or f"samestep: {gone(f'rank {failed}')}\n"
+        said = [
+            f"rank {rank}: {text}" if rank else text for text, rank in sorted(texts.items(), key=lambda one: one[1])
+        ]
+        os.write(self._shown[1], ("".join(said) or heard).encode())
+        return min(own, default=failed)
+
+    def _left(self, name: str) -> str:
+        """What a process has left, if it has."""
+        return file.read_text() if (file := self._told / name).exists() else ""
 
     def _read(self, name: str) -> int | None:
         """What rank.py has told, if it has."""
@@ -226,13 +222,12 @@ class Processes:
 
     def wait(self) -> int:
         """Wait until all have ended, or until GRACE after the first failure; the exit status."""
-        status, deadline = 0, float("inf")
+        failed, deadline = None, float("inf")
         while True:
             states = self.poll()
-            if not status and (failed := self._first(states)) is not None:
-                status, deadline = states[failed] or 0, time.monotonic() + GRACE
-                self._note(failed)
+            if failed is None and (failed := self._first(states)) is not None:
+                deadline = time.monotonic() + GRACE
             if None not in states or time.monotonic() > deadline:
-                self._say()
+                status = 0 if failed is None else states[self._note(failed)] or 0
                 return status if status >= 0 else 128 - status  # as a shell tells that a signal ended it
             time.sleep(POLL)

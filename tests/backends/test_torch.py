@@ -671,7 +671,8 @@ def test_memory_that_has_run_out_is_told_in_one_line(error, where):
     with pytest.raises(OutOfMemory) as caught, load("torch").explained():
         raise error
     assert str(caught.value) == f"{where}: raise shards (smaller shards need less), or lower the batch size"
-    assert caught.value.__cause__ is error
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
 
 
 def test_a_function_of_samesteps_that_was_not_called():

@@ -213,8 +213,10 @@ def test_a_script_that_fails(verify: Verify) -> None:
     assert (done.status, done.out) == (2, "")
     lines = done.err.splitlines()
     assert lines[0] == "samestep: ../script.py failed on 1 device with status 1:"
+    assert lines[1:3] == ["Traceback (most recent call last):", '  File "../script.py", line 1, in <module>']
     assert lines[-1] == "RuntimeError: the disk is on fire"
-    assert len(lines) == 21  # not all of it
+    many = verify(script(text="for i in range(50): print(i)\n" + FAILS)).err.splitlines()
+    assert len(many) == 21  # not all of it
     assert left() == []
 
 

@@ -970,7 +970,33 @@ def test_help(command: tuple[str, ...], samestep: Samestep) -> None:
     assert re.match(rf"Usage: .*{' '.join(['samestep', *command])} \[OPTIONS\]", done.out)
     words = set(re.findall(r"[\w-]+", done.out))
     assert words >= {"--help", *OPTIONS[command]}
-    assert "--install-completion" not in words
+    assert ("--install-completion" in words) == (command == ())
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tra", ["train"]),
+        ("train --model le", ["lenet", "lenet_modern"]),
+        ("train --backend j", ["jax"]),
+        ("verify --backend p", ["paddle"]),
+        ("train --ep", ["--epochs"]),
+        ("nothing", []),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(
+    typed: str, offered: list[str], samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_SAMESTEP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"samestep {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    assert samestep().out.split() == offered
+
+
+def test_the_script_of_completion_is_shown(samestep: Samestep) -> None:
+    done = samestep("--show-completion", "bash")
+    assert done.status == 0
+    assert "_SAMESTEP_COMPLETE=complete_bash" in done.out
 
 
 def test_every_option_has_a_line_of_help() -> None:

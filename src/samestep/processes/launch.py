@@ -176,18 +176,20 @@ class Processes:
         What processes only heard of another one is said if that one could not say it itself.
         """
         ranks = range(self.count)
-        own = {rank: self._left(f"{rank}.error") for rank in ranks if self._left(f"{rank}.error")}
-        texts = {text: rank for rank, text in reversed(own.items())}  # of equal ones, the lowest rank counts
+        own = {
+            text: rank for rank in reversed(ranks) if (text := self._left(f"{rank}.error"))
+        }  # of equal ones, the lowest
         heard = next((text for rank in ranks if (text := self._left(f"{rank}.heard"))), "")
         if not any(self._read(f"{rank}.pid") for rank in ranks):  # none was started, and mpiexec says why
             heard = self._left("own")
         elif (self._read(f"{failed}.status") or 0) < 0 and not self.asked:
             heard = heard or f"samestep: {gone(f'rank {failed}')}\n"
         said = [
-            f"rank {rank}: {text}" if rank else text for text, rank in sorted(texts.items(), key=lambda one: one[1])
+            f"rank {rank}: {text}" if rank else text
+            for rank, text in sorted((rank, text) for text, rank in own.items())
         ]
         os.write(self._shown[1], ("".join(said) or heard).encode())
-        return min(own, default=failed)
+        return min(own.values(), default=failed)
 
     def _left(self, name: str) -> str:
         """What a process has left, if it has."""

@@ -40,17 +40,16 @@ def train(name: str, framework: str, momentum: float | None, given: dict[str, An
         raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
     folder = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     settings: dict[str, Any] = {"max_epochs": 10, "batch_size": 256, "run_dir": folder} | given
-    schedule, inert = recipe(name, max(settings["max_epochs"], 1), max(settings["batch_size"], 1))
-    settings = {"schedule": schedule, **settings}
-    inert = inert if momentum is None else momentum
-    trainer = Trainer(optimizer=sgd(momentum=inert), **settings)
+    schedule, usual = recipe(name, max(settings["max_epochs"], 1), max(settings["batch_size"], 1))
+    momentum = usual if momentum is None else momentum
+    trainer = Trainer(optimizer=sgd(momentum=momentum), **{"schedule": schedule, **settings})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
         backend = find.load(framework)
     resolve(trainer.devices, trainer.shards, backend)  # before the data is fetched
     models = importlib.import_module(f"samestep.models.{framework}")
-    book = ', as in "Dive into Deep Learning"' * (name == "lenet" and momentum is None and trainer.schedule == schedule)
-    how = f"SGD{f' with momentum {inert:g}' * bool(inert)}, rate {trainer.schedule}"
+    book = ', as in "Dive into Deep Learning"' * (name == "lenet" and (trainer.schedule, momentum) == (schedule, usual))
+    how = f"SGD{f' with momentum {momentum:g}' * bool(momentum)}, rate {trainer.schedule}"
     title = TITLE.set(f"{name} on Fashion-MNIST{book}: {how}")
     try:
         run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())

@@ -1,4 +1,4 @@
-# make train   the main job: LeNet on Fashion-MNIST on every device here
+# make train   the main job: a modern LeNet on Fashion-MNIST on every device here
 # make test    every test, against every framework
 # make check   lint, formatting, types
 # make bench   the cost of sameness, checkpoints and exchange on this machine, and the tables in README.md

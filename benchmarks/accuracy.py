@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py [--backend torch] [--seeds 5] [--python PYTHON]
 
-Every run is `samestep train --backend NAME` in a process of its own, with PYTHON: MXNet has one of its own. What each framework
+Every run is `samestep train --model lenet --backend NAME` in a process of its own, with PYTHON: MXNet has one of its own. What each framework
 gave is kept apart. The chapter's editions print one run each: test accuracies of .83 to .85.
 """
 
@@ -24,7 +24,7 @@ OWN = Path(__file__).parents[1] / ".venv-mxnet" / "bin" / "python"  # made by `m
 
 def train(python: str, backend: str, seed: int, folder: str) -> Run:
     options = ["--backend", backend, "--seed", str(seed), "--run-dir", folder, "--checkpoint-every", "10 epochs"]
-    subprocess.run([python, "-m", "samestep", "train", "--quiet", *options], check=True)
+    subprocess.run([python, "-m", "samestep", "train", "--model", "lenet", "--quiet", *options], check=True)
     return Run.load(folder)
 
 

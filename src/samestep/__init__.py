@@ -13,8 +13,9 @@ from samestep import portable
 
 __version__ = "0.1.0"
 
-# TensorFlow reads this when its first tensor is made, usually before samestep's backend is loaded (backends/tensorflow).
+# TensorFlow reads these when it starts or makes a tensor, usually before samestep's backend is loaded (backends/tensorflow).
 os.environ.setdefault("TF_OVERRIDE_GLOBAL_THREADPOOL", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # its news, but not its warnings, are kept from standard error
 if portable.wanted():  # before a framework computes
     portable.set_up()
 

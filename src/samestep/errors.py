@@ -2,7 +2,39 @@
 
 Each message says what was asked, what was got and what to do, in one line. The command line prints that line and ends
 with status 2; in Python the classes are also the built-in ones a caller would expect (ValueError, TypeError, ...).
+An error that explains another stands alone (`from None`): what matters of the other one, it says itself.
 """
+
+import os
+import types
+
+PYTHON = os.path.dirname(os.__file__)  # the standard library
+# TensorFlow runs a copy of a user's function, from a file that is gone.
+INSTALLED = ("site-packages", "dist-packages", "__autograph_generated_file")
+
+
+def lines(error: BaseException) -> list[types.TracebackType]:
+    """The user's own lines that led to an error: not samestep's, Python's, nor those of installed packages."""
+    found, at = list[types.TracebackType](), error.__traceback__
+    while at:
+        file, module = at.tb_frame.f_code.co_filename, str(at.tb_frame.f_globals.get("__name__"))
+        others = file.startswith((PYTHON, "<frozen")) or any(name in file for name in INSTALLED)
+        found += [] if others or module.partition(".")[0] == "samestep" else [at]
+        at = at.tb_next
+    return found
+
+
+def place(error: BaseException) -> str:
+    """The last of the user's own lines that led to an error: `my.py, line 12`; nothing if there is none."""
+    return "".join(
+        f"{os.path.basename(at.tb_frame.f_code.co_filename)}, line {at.tb_lineno}" for at in lines(error)[-1:]
+    )
+
+
+def told(error: BaseException) -> str:
+    """An error of a user's code, for a message of ours: `KeyError: 'x' (my.py, line 12)`."""
+    said, where = str(error).strip().splitlines()[:1], place(error)
+    return ": ".join([type(error).__name__, *said]) + (f" ({where})" if where else "")
 
 
 class SamestepError(Exception):

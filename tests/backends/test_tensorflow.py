@@ -423,6 +423,39 @@ def portable(before="", **variables):
     return subprocess.run([sys.executable, "-c", code], env=env | variables, capture_output=True, text=True)
 
 
+GREETS = """
+import os, sys, types
+from importlib import machinery
+class Found:  # a TensorFlow whose libraries print
+    def find_spec(self, name, path=None, target=None):
+        if name == "tensorflow":
+            return machinery.ModuleSpec(name, self)
+    def create_module(self, spec): pass
+    def exec_module(self, module):
+        os.write(2, b"I0000 port.cc:153] oneDNN custom operations are on. You may see\\nE0000 no memory\\n")
+        if "broken" in sys.argv:
+            raise ImportError("a library is missing")
+sys.meta_path.insert(0, Found())
+import samestep.backends.tensorflow
+os.write(2, b"after\\n")
+"""
+
+
+def test_tensorflow_starts_without_a_word_about_rounding():
+    done = subprocess.run(
+        [sys.executable, "-c", "import samestep; from samestep.models import tensorflow"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = subprocess.run([sys.executable, "-c", GREETS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "E0000 no memory\nafter\n")  # nothing else is lost
+    done = subprocess.run([sys.executable, "-c", GREETS, "broken"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("E0000 no memory\n")
+    assert done.stderr.endswith("ImportError: a library is missing\n")
+
+
 def test_a_portable_run():
     """In a process of its own, with the variables set in time. Eigen's sums follow the sizes of caches, which are set, too."""
     done = portable(SAMESTEP_PORTABLE="1")

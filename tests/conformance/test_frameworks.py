@@ -130,9 +130,10 @@ def test_the_command_trains_with_this_framework(
     assert (ended.value.code or 0, said.err) == (0, "")
     run = ss.Run.load(tmp_path / "run")
     assert f"fingerprint {run.fingerprint}" in said.out
-    assert (run.recipe["framework"], run.recipe["initial"]) == (suite.BACKEND, of_weights(models.lenet()))
-    trainer = ss.Trainer(max_epochs=1, batch_size=16, schedule=0.2, progress=False)
-    suite.same(run, trainer.fit(suite.zoo.models.lenet(), ss.Data(train=train, test=test)))
+    assert (run.recipe["framework"], run.recipe["initial"]) == (suite.BACKEND, of_weights(models.lenet_modern()))
+    schedule = ss.cosine(0.00625, 1).warmup(0).in_epochs(smooth=True)
+    trainer = ss.Trainer(max_epochs=1, batch_size=16, optimizer=ss.sgd(momentum=0.9), schedule=schedule, progress=False)
+    suite.same(run, trainer.fit(suite.zoo.models.lenet_modern(), ss.Data(train=train, test=test)))
 
 
 def test_methods_have_the_defaults_that_the_base_promises() -> None:

@@ -69,8 +69,8 @@ def children(starter: subprocess.Popen[str], folder: Path) -> list[int]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_exit_status_is_that_of_the_first_to_fail(engine: str, child: str, status: int) -> None:
     code = f"import os, signal, sys; rank = int(os.environ.get('RANK') or os.environ['PMI_RANK']); {child}"
-    lost = "samestep: rank 2 is gone: it was killed, or its host was lost\n"  # PyTorch's processes say it themselves
-    said = lost if (engine, status) == ("mpi", 137) else ""
+    lost = "samestep: rank 2 is gone: it was killed, or its host was lost\n"  # nobody else has said it
+    said = lost if status == 137 else ""
     assert finish(command("-c", STARTER, engine, code, 0.2)) == (status, said)
 
 
@@ -346,7 +346,7 @@ GONE = "samestep: rank 1 is gone: it was killed, or its host was lost\n"
         ("mpi", {"pid_2": 5, "status_1": -9}, [15], ""),  # as it was asked to
         ("mpi", {"pid_2": 5, "status_1": 1}, [], ""),  # it has said why
         ("mpi", {"pid_2": 5}, [], ""),
-        ("torch", {"pid_2": 5, "status_1": -9}, [], ""),  # the others say it
+        ("torch", {"pid_2": 5, "status_1": -9}, [], GONE),  # the others have left no word
     ],
 )
 def test_what_is_said_of_a_process_that_has_failed(
@@ -357,6 +357,42 @@ def test_what_is_said_of_a_process_that_has_failed(
         processes.asked = asked
         processes._note(1)
     assert capfd.readouterr() == ("", said)
+
+
+BAD, LOST = "samestep: bad\n", "samestep: rank 1 is gone\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "said", "counts"),
+    [
+        ({"0.error": BAD, "1.error": BAD, "2.error": BAD}, BAD, 0),  # once, not once a rank
+        ({"0.error": BAD, "2.heard": LOST}, BAD, 0),
+        ({"0.heard": LOST, "1.heard": LOST, "2.error": BAD}, f"rank 2: {BAD}", 2),
+        ({"1.error": BAD, "2.error": BAD}, f"rank 1: {BAD}", 1),
+        ({"0.error": BAD, "1.error": "other\n", "2.error": BAD}, f"{BAD}rank 1: other\n", 0),
+        ({"0.heard": LOST, "2.heard": LOST}, LOST, 1),
+        ({"0.heard": LOST, "2.heard": "samestep: rank 0 is gone\n"}, LOST, 1),
+        ({}, "", 1),
+    ],
+)
+def test_every_error_is_said_once(
+    left: dict[str, str], said: str, counts: int, killed: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with entered(Told(pid_0=5, status_1=3)) as processes:
+        for name, text in left.items():
+            (processes._told / name).write_text(text)
+        assert processes._note(1) == counts
+    assert capfd.readouterr() == ("", said)
+
+
+def test_a_process_leaves_word_with_its_launcher_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.delenv(launch.TOLD, raising=False)
+    assert not launch.leave(BAD, heard=False)
+    monkeypatch.setenv(launch.TOLD, str(tmp_path))
+    assert launch.leave(BAD, heard=False)
+    assert launch.leave(LOST, heard=True)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"2.error": BAD, "2.heard": LOST}
 
 
 def test_every_process_gets_every_signal_once(killed: list[tuple[int, int]]) -> None:
@@ -395,6 +431,7 @@ def test_chosen_processes_are_killed(ranks: list[int] | None, ended: list[int], 
         ([[0, -1]], 129, 0),
         ([[None, -9], *[[None, -9]] * 9], 137, 3),  # the other does not end
         ([[None, 1], *[[None, 1]] * 9], 1, 3),
+        ([[None, 2], [5, 2]], 5, 1),  # the one that failed by itself counts, not one that heard of it
     ],
 )
 def test_waiting_for_processes(
@@ -409,7 +446,7 @@ def test_waiting_for_processes(
         states = iter(seen)
         monkeypatch.setattr(processes, "poll", lambda: next(states))
         monkeypatch.setattr(processes, "_first", lambda states: next((i for i in (1, 0) if states[i]), None))
-        monkeypatch.setattr(processes, "_note", noted.append)
+        monkeypatch.setattr(processes, "_note", lambda failed: noted.append(failed) or (0 if status == 5 else failed))
         assert processes.wait() == status
     assert (now, noted) == ([100.0 + seconds / 2], [1] if status else [])
 
@@ -461,6 +498,7 @@ def test_the_variables_of_started_processes(platform: str, interface: str, monke
         with launch.Processes(["it"], count, stray, engine) as processes:
             assert len(processes._starters) == len(processes._got) == count
             meet = {MEET: f"file://{processes._told}/meet", "GLOO_SOCKET_IFNAME": interface}
+            meet[launch.TOLD] = str(processes._told)
         if engine == "mpi":
             env = {"OTHER": "x", "HYDRA_LAUNCHER": "fork"} | meet
             assert started == [(["mpiexec", "-n", "3"], env)]

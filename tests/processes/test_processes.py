@@ -653,11 +653,39 @@ def test_samestep_train_ends_with_status_2(tmp_path: Path) -> None:
     given = json.dumps({"schedule": 1e30})
     status, said = finish(command("-m", "samestep", "train", JOB, "--processes", 2, "--", "one", tmp_path, given))
     line = (
-        "samestep: the loss is nan at step 1, shard 0, with learning rate 1e+30: lower the rate, clip the gradient, or look at "
-        "that shard's examples\n"
+        r"samestep: process_job.py, line \d+: the loss is nan at step 1, shard 0, with learning rate 1e\+30: lower the rate, "
+        r"clip the gradient, or look at that shard's examples\n"
     )
-    assert (status, said) == (2, line * 2)
+    assert status == 2
+    assert re.fullmatch(line, said), said  # once, for both
     assert not any(is_running(told["pid"]) for told in told_by(tmp_path, 2))
+
+
+RAISES = """
+import os
+import numpy as np
+import torch
+import samestep as ss
+
+def loss(output, y):
+    if os.environ["RANK"] in RANKS:
+        raise KeyError("mine")  # line 9
+    return torch.nn.functional.cross_entropy(output, y, reduction="none")
+
+x, y = np.zeros((8, 5), "float32"), np.zeros(8, int)
+ss.Trainer(1, 8, devices=1, progress=False, loss=loss).fit(torch.nn.Linear(5, 3), (x, y))
+"""
+
+
+@pytest.mark.parametrize(("ranks", "prefix"), [("012", ""), ("2", "rank 2: ")])
+def test_an_error_is_said_once_with_the_lines_of_the_script(ranks: str, prefix: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(RAISES.replace("RANKS", repr(ranks)))
+    status, said = finish(command("-m", "samestep", "train", path, "--processes", 3))
+    assert said.startswith(f"{prefix}Traceback (most recent call last):\n")
+    assert re.findall(r'File "(.*)", line (\d+)', said) == [(str(path), "13"), (str(path), "9")]
+    assert said.endswith("\nKeyError: 'mine'\n")
+    assert (status, said.count("Traceback")) == (1, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -124,7 +124,7 @@ def test_the_same_in_every_way(verify: Verify) -> None:
 
     # what the seed decides: killed when, how, and resumed where
     chance, fitting = random.Random(5), [Way(1), Way(2), Way(1, 2), Way(2, 2)]
-    first, then, ranks, step = draw(fitting, 8, STEPS, "random", chance)
+    first, then, ranks, step = draw(fitting, STEPS, "random", chance)
     who, killed = "" if len(ranks) == first.processes else f"rank {ranks[0]} ", ran[-1]
     assert killed["way"] == f"{first}, {who}killed at step {step}, then {then}"
     assert (killed["killed_at"], len(runs[-1].devices)) == (step, then.total)
@@ -213,8 +213,10 @@ def test_a_script_that_fails(verify: Verify) -> None:
     assert (done.status, done.out) == (2, "")
     lines = done.err.splitlines()
     assert lines[0] == "samestep: ../script.py failed on 1 device with status 1:"
+    assert lines[1:3] == ["Traceback (most recent call last):", '  File "../script.py", line 1, in <module>']
     assert lines[-1] == "RuntimeError: the disk is on fire"
-    assert len(lines) == 21  # not all of it
+    many = verify(script(text="for i in range(50): print(i)\n" + FAILS)).err.splitlines()
+    assert len(many) == 21  # not all of it
     assert left() == []
 
 
@@ -300,19 +302,18 @@ def test_counts() -> None:
 
 def test_draw_resumes_in_another_way() -> None:
     chance, ways = random.Random(0), [Way(1), Way(2), Way(1, 3)]
-    drawn = [draw(ways, 8, STEPS, "random", chance) for _ in range(500)]
+    drawn = [draw(ways, STEPS, "random", chance) for _ in range(500)]
     assert {first for first, _, _, _ in drawn} == {then for _, then, _, _ in drawn} == set(ways)
     assert all(first != then for first, then, _, _ in drawn)
     assert {step for _, _, _, step in drawn} == set(range(1, STEPS))
     ranks = {tuple(ranks) for first, _, ranks, _ in drawn if first == Way(1, 3)}
     assert ranks == {(0, 1, 2), (0,), (1,), (2,)}  # all, or one of them
-    assert drawn[:9] == [draw(ways, 8, STEPS, "random", again) for again in [random.Random(0)] for _ in range(9)]
+    assert drawn[:9] == [draw(ways, STEPS, "random", again) for again in [random.Random(0)] for _ in range(9)]
 
-    alone = [draw([Way(2)], 3, 1, "random", chance) for _ in range(50)]
-    assert {(then, step) for _, then, _, step in alone} == {(Way(1), 1), (Way(3), 1)}
-    assert draw([Way(1)], 1, 5, "random", chance)[1] == Way(1)  # there is no other
-    assert draw(ways, 8, 5, "4", chance)[1] == Way(4)
-    first, then, _, _ = draw(ways, 8, 5, "same", chance)
+    alone = [draw([Way(2)], 1, "random", chance) for _ in range(50)]
+    assert {(then, step) for _, then, _, step in alone} == {(Way(2), 1)}  # there is no other
+    assert draw(ways, 5, "4", chance)[1] == Way(4)
+    first, then, _, _ = draw(ways, 5, "same", chance)
     assert first == then
 
 
@@ -320,7 +321,7 @@ def test_half_of_the_kills_are_of_one_process() -> None:
     def drawn(way: Way, number: float | None) -> list[int]:
         chance: Any = random.Random(0)
         chance.random = lambda: pytest.fail("nothing is to be drawn") if number is None else number
-        return draw([way], 8, STEPS, "same", chance)[2]
+        return draw([way], STEPS, "same", chance)[2]
 
     assert drawn(Way(1, 2), 0.5) == [0, 1]
     assert len(drawn(Way(1, 2), 0.49)) == 1
@@ -609,7 +610,7 @@ LAST: list[Pretended] = []
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Runs", Pretended)
-    monkeypatch.setattr(module, "draw", lambda ways, *given: (list(ways), *given[:3]))
+    monkeypatch.setattr(module, "draw", lambda ways, *given: (list(ways), *given[:2]))
 
 
 @pytest.mark.usefixtures("pretended")
@@ -618,7 +619,7 @@ def test_what_verify_asks_for() -> None:
     report = module.verify(
         Job(), [1, 2, 3], [1, 2], kill=2, resume_on="4", seed=7, tell=lambda report: told.append(report.runs[-1].way)
     )
-    drawn = [Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2)], 4, 9, "4"
+    drawn = [Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2)], 9, "4"
     others = [Way(2), Way(3), Way(1, 2), Way(2, 2)]
     assert LAST[0].asked == [True, Way(1), *others, (1, *drawn), (2, *drawn)]
     assert (report.job, report.seed, report.kept, told) == ("the built-in job", 7, "", ["1 device"])
@@ -630,9 +631,19 @@ def test_what_verify_asks_for() -> None:
 @pytest.mark.usefixtures("pretended")
 def test_what_verify_asks_for_if_nothing_is_said() -> None:
     assert module.verify(Job()).seed == 0
-    drawn = [Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2), Way(1, 3)], 4, 9, "random"
+    drawn = [Way(1), Way(2), Way(3), Way(1, 2), Way(2, 2), Way(1, 3)], 9, "random"
     others = [Way(2), Way(3), Way(8), Way(1, 2), Way(1, 3), Way(2, 2)]
     assert LAST[0].asked == [True, Way(1), *others, *((number, *drawn) for number in (1, 2, 3))]
+
+
+def test_a_kill_is_resumed_on_what_was_given_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Runs", Pretended)
+    for seed in range(20):
+        module.verify(Job(), [1], [1], kill=1, seed=seed)
+        assert LAST[0].asked[2:] == [(1, Way(1), Way(1), [0], LAST[0].asked[-1][-1])]
+        module.verify(Job(), [2], [1, 2], kill=1, seed=seed)
+        first, then = LAST[0].asked[-1][1:3]
+        assert {first, then} == {Way(2), Way(2, 2)}
 
 
 @pytest.mark.usefixtures("pretended")

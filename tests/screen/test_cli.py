@@ -28,9 +28,12 @@ from rich.console import Console
 import samestep as ss
 from samestep.backends import find
 from samestep.d2l import fashion
+from samestep.errors import Invalid, ProcessFailed
+from samestep.processes.launch import TOLD
 from samestep.processes.place import MEET, OVERRIDES
 from samestep.runs import verify
 from samestep.screen import cli
+from samestep.screen.ending import report
 
 RANDOM = np.random.default_rng(0)
 TRAIN, TEST = ((RANDOM.random((n, 1, 28, 28), np.float32), RANDOM.integers(0, 10, n)) for n in (64, 32))
@@ -99,13 +102,15 @@ def test_train_ends_with_the_result(samestep: Samestep) -> None:
         f"fingerprint {run.fingerprint}",
         "run folder runs/mine",
     ]
-    assert (run.recipe["model"], run.recipe["max_epochs"], run.recipe["batch_size"]) == ("LeNet", 2, 16)
+    assert (run.recipe["model"], run.recipe["max_epochs"], run.recipe["batch_size"]) == ("LeNetModern", 2, 16)
     assert run.recipe["train"]["examples"] == 64
     lines = done.err.splitlines()
-    assert len(lines) == 3  # what is trained, and one line per epoch
-    assert "LeNet" in lines[0]
-    assert lines[1].split()[:2] == ["epoch", "1/2"]
-    assert f"{run.history[1]['test_loss']:.4f}" in lines[2]
+    assert len(lines) == 4  # the job, what is trained, and one line per epoch
+    rate = "cosine(0.00625, 1).warmup(1).in_epochs(smooth=True)"
+    assert lines[0] == f"lenet_modern on Fashion-MNIST: SGD with momentum 0.9, rate {rate}"
+    assert "LeNetModern" in lines[1]
+    assert lines[2].split()[:2] == ["epoch", "1/2"]
+    assert f"{run.history[1]['test_loss']:.4f}" in lines[3]
 
 
 def test_train_gives_the_same_on_any_number_of_devices(samestep: Samestep) -> None:
@@ -173,11 +178,50 @@ def test_train_says_how_the_last_epoch_was_and_how_long_one_took(samestep: Sames
 
 
 def test_the_settings_of_the_built_in_job(samestep: Samestep, caught: list[Any]) -> None:
-    samestep("train", "--run-dir", "none")
-    samestep("train", "--run-dir", "none", "--schedule", "cosine(0.3, 10)", "--quiet", "--epochs", 3)
-    about = [(made.max_epochs, str(made.schedule), made.progress) for made in caught]
-    assert about == [(10, "constant(0.2)", True), (3, "cosine(0.3, 10)", False)]
-    assert str(caught[0].optimizer) == "SGD(momentum=0.0, nesterov=False, weight_decay=0.0)"
+    for given in JOBS:
+        samestep("train", "--run-dir", "none", *given.split())
+    made = [(one.max_epochs, one.batch_size, str(one.schedule), one.optimizer.momentum, one.progress) for one in caught]
+    assert dict(zip(JOBS, made, strict=True)) == JOBS
+
+
+JOBS = {
+    "": (10, 256, "cosine(0.1, 9).warmup(1).in_epochs(smooth=True)", 0.9, None),
+    "--epochs 2": (2, 256, "cosine(0.1, 1).warmup(1).in_epochs(smooth=True)", 0.9, None),
+    "--epochs 1": (1, 256, "cosine(0.1, 1).warmup(0).in_epochs(smooth=True)", 0.9, None),
+    "--batch-size 64": (10, 64, "cosine(0.025, 9).warmup(1).in_epochs(smooth=True)", 0.9, None),
+    "--batch-size 4096": (10, 4096, "cosine(0.2, 9).warmup(1).in_epochs(smooth=True)", 0.9, None),
+    "--lr 0.5": (10, 256, "constant(0.5)", 0.9, None),
+    "--lr 0.5 --momentum 0": (10, 256, "constant(0.5)", 0.0, None),
+    "--schedule cosine(0.3,10) --quiet --epochs 3": (3, 256, "cosine(0.3, 10)", 0.9, False),
+    "--model lenet": (10, 256, "constant(0.2)", 0.0, None),  # the chapter's
+    "--model lenet --momentum 0.5": (10, 256, "constant(0.2)", 0.5, None),
+    "--model mlp": (10, 256, "constant(0.2)", 0.0, None),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("", 'lenet on Fashion-MNIST, as in "Dive into Deep Learning": SGD, rate constant(0.2)'),
+        ("--momentum 0.5", "lenet on Fashion-MNIST: SGD with momentum 0.5, rate constant(0.2)"),
+        ("--lr 0.1", "lenet on Fashion-MNIST: SGD, rate constant(0.1)"),
+    ],
+)
+def test_the_first_line_names_the_job(given: str, line: str, samestep: Samestep) -> None:
+    options = ["--model", "lenet", "--epochs", 1, "--batch-size", 32, "--run-dir", "none", *given.split()]
+    assert samestep("train", *options).err.splitlines()[0] == line
+
+
+def test_the_help_names_the_book_and_the_recipes(samestep: Samestep) -> None:
+    told = " ".join(samestep("train", "--help").out.split())
+    for part in (
+        '"Dive into Deep Learning"',
+        "momentum 0.9",
+        "0.1 with batches of 256",
+        "rate of 0.2",
+        "[lenet_modern]",
+    ):
+        assert part in told
 
 
 # Bad input
@@ -309,7 +353,8 @@ def test_a_script_goes_on_where_it_was(samestep: Samestep, script: Callable[...,
     done = samestep("train", script(), "--run-dir", "run", "--devices", 2)
     assert json.loads(done.out)["fingerprint"] == whole["fingerprint"]
     done = samestep("train", script(), "--run-dir", "run", "--resume", "never")
-    assert done == Done(2, "", "samestep: run folder run already holds a run: choose another, or delete it\n")
+    message = "run folder run already holds a run: choose another, or delete it"
+    assert done == Done(2, "", f"samestep: script.py, line 10: {message}\n")
 
 
 # export
@@ -419,7 +464,7 @@ def script(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_script_runs_as_the_main_program(samestep: Samestep, script: Callable[..., Path]) -> None:
-    done = samestep("train", script())
+    done = samestep("train", script(), "--quiet")
     assert (done.status, done.err) == (0, "")
     told = json.loads(done.out)
     assert (told["name"], told["arguments"]) == ("__main__", [str(script())])
@@ -461,7 +506,8 @@ def test_run_dir_none_for_a_script(samestep: Samestep, script: Callable[..., Pat
 
 
 def test_quiet_for_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
-    assert len(samestep("train", script("progress=True")).err.splitlines()) == 4
+    for progress in (True, None):
+        assert len(samestep("train", script(f"progress={progress}")).err.splitlines()) == 4
     assert samestep("train", script("progress=True"), "--quiet").err == ""
 
 
@@ -528,6 +574,116 @@ def test_several_processes_are_started_once(
 
 def test_a_script_ends_with_its_own_status(samestep: Samestep, script: Callable[..., Path]) -> None:
     assert samestep("train", script(text="raise SystemExit(3)")).status == 3
+
+
+FAILS = """
+import numpy as np, torch, typer
+import samestep as ss
+
+class Source(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return np.zeros(5, "float32"), int(WHAT)  # line 9
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :CUT])  # line 13
+
+def fit():
+    return ss.Trainer(1, BATCH).fit(Net(5, 3), Source())  # line 16
+
+fit()
+"""
+
+
+def failing(what: str = "'1'", cut: int = 5, batch: int = 8) -> str:
+    return FAILS.replace("WHAT", what).replace("CUT", str(cut)).replace("BATCH", str(batch))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (failing(batch=0), "line 16: batch_size must be at least 1, got batch_size=0"),
+        (failing("'q'"), "line 16: train[i] must give a pair (x, y), of one shape and type for all i, but Source raised "
+         "ValueError: invalid literal for int() with base 10: 'q' (script.py, line 9)"),
+    ],
+)  # fmt: skip
+def test_an_error_of_ours_names_the_line_of_the_script(
+    text: str, line: str, samestep: Samestep, script: Callable[..., Path]
+) -> None:
+    assert samestep("train", script(text=text)) == Done(2, "", f"samestep: script.py, {line}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "frames", "last"),
+    [
+        (failing(cut=3), [18, 16, 13], "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 5x3)"),
+        (failing("{}['x']"), [18, 16, 9], "KeyError: 'x'"),
+        (
+            "import json\n\njson.loads('{')\n",
+            [3],
+            "json.decoder.JSONDecodeError: Expecting property name enclosed in double",
+        ),
+        ("import nowhere\n", [1], "ModuleNotFoundError: No module named 'nowhere'"),
+        ("x = = 1\n", [1], "SyntaxError: invalid syntax"),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    int('q')\n", [2, 4], "ValueError: invalid literal for int()"),
+    ],
+)
+def test_an_error_of_a_script_shows_its_own_lines(
+    text: str, frames: list[int], last: str, samestep: Samestep, script: Callable[..., Path]
+) -> None:
+    path = script(text=text)
+    done = samestep("train", path)
+    assert (done.status, done.out) == (1, "")
+    assert [int(n) for n in re.findall(rf'File "{re.escape(str(path))}", line (\d+)', done.err)] == frames
+    assert done.err.count('File "') == len(frames)
+    assert done.err.splitlines()[-1].startswith(last)
+
+
+def test_every_line_can_be_seen(
+    samestep: Samestep, script: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMESTEP_TRACEBACK", "1")
+    for text, status in ((failing(cut=3), 1), (failing(batch=0), 2)):
+        done = samestep("train", script(text=text))
+        assert done.status == status
+        for name in ("runpy", "typer", "trainer.py"):
+            assert name in done.err
+    assert "SAMESTEP_TRACEBACK=1" in samestep("--help").out
+
+
+def test_an_error_of_a_command_itself_shows_what_led_there_without_typer(
+    samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fashion, "load", lambda: {}["x"])
+    done = samestep("train", "--run-dir", "none")
+    assert done.status == 1
+    assert "typer" not in done.err
+    assert re.search(r'File ".*test_cli.py", line \d+, in <lambda>', done.err)  # which is the user here
+    monkeypatch.setattr(fashion, "load", json.decoder.JSONDecoder().decode)
+    assert re.search("cli.py.*job.py.*TypeError", samestep("train", "--run-dir", "none").err, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "said"),
+    [
+        (Invalid("bad"), 0, "samestep: bad\n"),
+        (Invalid("bad"), 2, "rank 2: samestep: bad\n"),
+        (SystemExit("no data"), 1, "rank 1: no data\n"),
+        (ProcessFailed("rank 2 failed: KeyError"), 0, "samestep: rank 2 failed: KeyError\n"),
+        (ProcessFailed("rank 2 failed: KeyError"), 1, ""),
+        (ProcessFailed("rank 0 is gone"), 1, "samestep: rank 0 is gone\n"),
+        (ProcessFailed("rank 0 is gone"), 2, ""),
+    ],
+)
+def test_who_speaks_where_another_launcher_started_the_processes(
+    error: BaseException, rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(TOLD, raising=False)
+    monkeypatch.setenv("RANK", str(rank))
+    assert report(error) == (1 if isinstance(error, SystemExit) else 2)
+    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("given", ["--devices 5", "--lr nan", "--epochs 0", "--devices tpu", "--run-dir /proc/nope"])
@@ -814,7 +970,33 @@ def test_help(command: tuple[str, ...], samestep: Samestep) -> None:
     assert re.match(rf"Usage: .*{' '.join(['samestep', *command])} \[OPTIONS\]", done.out)
     words = set(re.findall(r"[\w-]+", done.out))
     assert words >= {"--help", *OPTIONS[command]}
-    assert "--install-completion" not in words
+    assert ("--install-completion" in words) == (command == ())
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tra", ["train"]),
+        ("train --model le", ["lenet", "lenet_modern"]),
+        ("train --backend j", ["jax"]),
+        ("verify --backend p", ["paddle"]),
+        ("train --ep", ["--epochs"]),
+        ("nothing", []),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(
+    typed: str, offered: list[str], samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_SAMESTEP_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"samestep {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    assert samestep().out.split() == offered
+
+
+def test_the_script_of_completion_is_shown(samestep: Samestep) -> None:
+    done = samestep("--show-completion", "bash")
+    assert done.status == 0
+    assert "_SAMESTEP_COMPLETE=complete_bash" in done.out
 
 
 def test_every_option_has_a_line_of_help() -> None:

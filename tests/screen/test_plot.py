@@ -153,7 +153,10 @@ def test_dots_are_where_unicode_has_them():
 
 def test_figures(samestep, tmp_path):
     pytest.importorskip("matplotlib")
-    assert samestep(COSINE, "--png", "a.png", "--svg", "b.svg")[:2] == (0, "")
+    said = "a.png: the rates of 100 steps\nb.svg: the rates of 100 steps\n"
+    assert samestep(COSINE, "--png", "a.png", "--svg", "b.svg") == (0, said, "")
+    status, out, err = samestep(COSINE, "--png", "a.png", "--json")  # what another program reads stays as it is
+    assert (status, json.loads(out)["unit"], err) == (0, "steps", "a.png: the rates of 100 steps\n")
     png = (tmp_path / "a.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", png[16:24]) == (1050, 600)

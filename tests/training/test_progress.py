@@ -6,7 +6,8 @@ import io
 import json
 import re
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rich.console import Console
 import samestep as ss
 from samestep.errors import NotFinite
 from samestep.models.torch import mlp
-from samestep.training.progress import Display, percent, show
+from samestep.training.progress import TITLE, Display, Notebook, Terminal, percent, show
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((40, 5)).astype(np.float32)
@@ -48,9 +49,10 @@ class Screen(io.StringIO):
         return text
 
 
-def display(terminal: bool) -> tuple[Display, Screen]:
+def display(terminal: bool, width: int = 120, **given: Any) -> tuple[Any, Screen]:
     screen = Screen()
-    return Display(Console(file=screen, force_terminal=terminal, width=120, highlight=False)), screen
+    console = Console(file=screen, force_terminal=terminal, width=width, highlight=False, soft_wrap=True, **given)
+    return (Terminal if terminal else Display)(console), screen
 
 
 @pytest.fixture
@@ -129,77 +131,113 @@ def test_percent() -> None:
 # A terminal
 
 
-def test_live_bar(clock: SimpleNamespace) -> None:
-    shown, screen = display(terminal=True)
-    shown(START)
-    try:
-        assert shown.bar is not None
-        screen.take()
-        clock.now = 3.0
+def drawn(screen: Screen) -> list[str]:
+    """The two lines that were drawn last."""
+    return screen.take().split("\n")[-2:]
+
+
+@pytest.fixture
+def live(clock: SimpleNamespace) -> Iterator[Callable[..., tuple[Any, Screen]]]:
+    """Displays in a terminal that have started, and end with the test."""
+    made: list[Any] = []
+
+    def start(width: int = 120, event: dict[str, Any] = START, **given: Any) -> tuple[Any, Screen]:
+        shown, screen = display(True, width, **given)
+        made.append(shown)
+        shown(event)
+        return shown, screen
+
+    yield start
+    for shown in made:
+        shown.close()
+
+
+def test_the_bar_spans_the_whole_run(clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]) -> None:
+    shown, screen = live()
+    assert drawn(screen) == ["epoch   1/12  step 0/60  " + 64 * "─" + "  left -:--", ""]
+    clock.now = 4.0
+    shown(STEPS)  # the 8th of 60 steps is made, after 4 s: 26 s are left
+    bar = "epoch   2/12  step 8/60  " + 8 * "━" + 56 * "─" + "  left 0:26"
+    numbers = "loss 1.2500  accuracy 75.00 % (last 3 steps)  128 examples/s  rate 0.125"
+    assert drawn(screen) == [bar, numbers]
+    clock.now = 5.0
+    shown(STEPS | {name: STEPS[name][:1] for name in ("lr", "examples", "loss", "hits")} | {"first": 8})
+    assert drawn(screen)[1] == "loss 1.2500  accuracy 75.00 % (last step)  256 examples/s  rate 0.3"
+
+
+@pytest.mark.parametrize(
+    ("width", "numbers"),
+    [
+        (120, "loss 1.2500  accuracy 75.00 % (last 3 steps)  128 examples/s  rate 0.125"),
+        (80, "loss 1.2500  accuracy 75.00 % (last 3 steps)  128 examples/s  rate 0.125"),
+        (60, "loss 1.2500  accuracy 75.00 % (last 3 steps)  128 examples/s"),
+        (59, "loss 1.2500  accuracy 75.00 % (last 3 steps)"),
+        (30, ""),
+    ],
+)
+def test_the_bar_fits(
+    width: int, numbers: str, clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]
+) -> None:
+    """A line that the terminal breaks would stay there."""
+    shown, screen = live(width)
+    clock.now = 4.0
+    screen.take()
+    shown(STEPS)
+    bar, *rest = screen.take().splitlines()
+    assert (len(bar), "".join(rest)) == (min(width, 100), numbers)
+    assert bar.startswith("epoch   2/12  step 8/60  ")
+
+
+def test_the_bar_of_a_run_that_goes_on_begins_where_it_was(
+    clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]
+) -> None:
+    shown, screen = live(event=START | {"event": "resume", "step": 5})
+    assert drawn(screen)[0].startswith("epoch   2/12  step 5/60  ━━━━━─")
+    clock.now = 3.0
+    shown(STEPS)
+    assert drawn(screen)[0].endswith("━" + 56 * "─" + "  left 0:52")  # 3 steps took 3 s
+
+
+def test_speed_does_not_count_the_evaluation(clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]) -> None:
+    shown, screen = live()
+    shown(EPOCH)
+    clock.now = 100.0  # the evaluation ends, and with it the epoch
+    shown(EPOCH)
+    clock.now = 100.5
+    shown(STEPS)
+    bar, numbers = drawn(screen)
+    assert "1,024 examples/s" in numbers
+    assert bar.endswith("  left 10:53")  # but the evaluations to come are in the time that is left
+
+
+def test_live_bar_without_accuracy(clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]) -> None:
+    shown, screen = live()
+    clock.now = 1.0
+    shown(STEPS | {"hits": None})
+    assert drawn(screen)[1].startswith("loss 1.2500 (last 3 steps)  512 examples/s")
+
+
+def test_the_bar_is_coloured_where_that_is_wanted(
+    clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]
+) -> None:
+    for given, coloured in (
+        ({"color_system": "standard"}, True),
+        ({"color_system": "standard", "no_color": True}, False),
+    ):
+        shown, screen = live(**given)
+        clock.now += 1
         shown(STEPS)
-        shown.bar.refresh()
-        text = screen.take()
-        task = shown.bar.tasks[0]
-        assert (task.completed, task.total) == (8, 60)
-        assert vars(shown.bar.columns[1])["bar_width"] == 24
-    finally:
-        shown.close()
-    for part in ("epoch   2/12", "loss 1.2500", "accuracy 75.00 %", "rate 0.125", "171 examples/s --:--"):
-        assert part in text
-
-
-def test_the_bar_of_a_run_that_goes_on_begins_where_it_was(clock: SimpleNamespace) -> None:
-    shown, _ = display(terminal=True)
-    shown(START | {"event": "resume", "step": 5})
-    try:
-        assert shown.bar is not None
-        clock.now = 2.0
-        shown(STEPS)
-        assert (shown.bar.tasks[0].completed, shown.bar.tasks[0].total) == (8, 60)
-    finally:
-        shown.close()
-
-
-def test_speed_does_not_count_the_evaluation(clock: SimpleNamespace) -> None:
-    shown, screen = display(terminal=True)
-    shown(START)
-    try:
-        assert shown.bar is not None
-        shown(EPOCH)
-        clock.now = 100.0  # the evaluation ends, and with it the epoch
-        shown(EPOCH)
-        clock.now = 100.5
-        screen.take()
-        shown(STEPS)
-        shown.bar.refresh()
-        assert "1,024 examples/s" in screen.take()
-    finally:
-        shown.close()
-
-
-def test_live_bar_without_accuracy(clock: SimpleNamespace) -> None:
-    shown, screen = display(terminal=True)
-    shown(START)
-    try:
-        assert shown.bar is not None
-        clock.now = 1.0
-        screen.take()
-        shown(STEPS | {"hits": None})
-        shown.bar.refresh()
-        assert "accuracy - " in screen.take()
-    finally:
-        shown.close()
+        assert ("\x1b[36m━" in screen.getvalue()) == coloured
 
 
 def test_the_bar_ends_with_the_fit() -> None:
     shown, screen = display(terminal=True)
     shown(START)
-    assert shown.bar is not None
-    assert shown.bar.live.is_started
+    assert shown.live.is_started
     shown({"event": "end", "time": 1.0, "fingerprint": "ab"})  # says nothing, and the fit closes it
     shown.close()
-    assert not shown.bar.live.is_started
-    assert screen.getvalue().endswith("\x1b[1A\x1b[2K")  # its line is gone
+    assert not shown.live.is_started
+    assert screen.getvalue().endswith("\x1b[1A\x1b[2K")  # its lines are gone
     shown.close()  # a second time is no error
     assert screen.getvalue().count("\x1b[?25l") == screen.getvalue().count("\x1b[?25h") == 1  # the cursor is back
 
@@ -209,16 +247,24 @@ def test_the_bar_ends_with_the_fit() -> None:
 
 def test_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     fit(progress=False)
-    fit(progress=None)  # not a terminal
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_title_comes_first() -> None:
+    shown, screen = display(terminal=False)
+    token = TITLE.set("lenet on [Fashion]")
+    shown(START)
+    TITLE.reset(token)
+    assert screen.take().splitlines()[0] == "lenet on [Fashion]"
+
+
+@pytest.mark.parametrize("wanted", [None, True])
 def test_progress_of_a_fit_is_one_line_per_epoch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    wanted: bool | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # lines are not broken where somebody searches for them
     monkeypatch.setattr("samestep.training.fit.LIVE", -1.0)
-    run = fit(progress=True)
+    run = fit(progress=wanted)
     out, err = capsys.readouterr()
     assert out == ""
     first, *lines = err.splitlines()
@@ -238,23 +284,24 @@ def test_progress_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(progress=True).fingerprints == fit(progress=False).fingerprints
 
 
-def test_show_by_default_only_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    assert show(None) is None
     assert show(False) is None
-    assert isinstance(show(True), Display)
+    assert {type(show(wanted)) for wanted in (True, None)} == {Display}
 
-    class Terminal(io.StringIO):
+    class Tty(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr("sys.stderr", Terminal())
-    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stderr", Tty())
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "dumb")  # it cannot move its cursor
+    assert type(show(None)) is Display
+    monkeypatch.setenv("TERM", "xterm-256color")
     shown = show(None)
-    assert isinstance(shown, Display)
+    assert isinstance(shown, Terminal)
     assert show(False) is None
     shown.console.print("epoch 1")
     assert sys.stderr.getvalue() == "epoch 1\n"  # numbers are not coloured
@@ -269,9 +316,66 @@ def test_a_fit_in_a_terminal_leaves_it_as_it_was(broken: bool, monkeypatch: pyte
             fit((np.full_like(X, np.nan), Y))
     else:
         fit()
-    assert shown.bar is not None
-    assert not shown.bar.live.is_started
+    assert not shown.live.is_started
     written = screen.getvalue()
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1
     epochs = [line for line in screen.take().splitlines() if "train" in line and line.endswith(" s")]
     assert len(epochs) == (0 if broken else 3)  # above the bar, one line each
+
+
+# A notebook
+
+
+class Handle:
+    """The output of a cell, which can be changed."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def update(self, content: dict[str, str], raw: bool) -> None:
+        assert raw
+        self.texts.append(content["text/plain"])
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """The outputs of the cells of a notebook, made up."""
+    outputs: list[Handle] = []
+
+    def output(content: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        assert raw
+        assert display_id
+        outputs.append(Handle())
+        return outputs[-1]
+
+    modules: dict[str, Any] = {"IPython": ModuleType("IPython"), "IPython.display": ModuleType("IPython.display")}
+    vars(modules["IPython"])["get_ipython"] = lambda: SimpleNamespace(kernel="here")
+    vars(modules["IPython.display"])["display"] = output
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return outputs
+
+
+def test_a_fit_in_a_notebook_is_one_output(
+    notebook: list[Handle], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samestep.training.fit.LIVE", -1.0)  # a look after every step
+    run = fit()
+    assert capsys.readouterr() == ("", "")
+    ((texts),) = [handle.texts for handle in notebook]
+    bars = [text.splitlines()[-2] for text in texts if "left" in text.splitlines()[-2:][0]]
+    assert len(set(bars)) >= 9
+    assert any(bar.startswith("epoch   2/3  step 4/9  ━") for bar in bars)
+    first, *lines = texts[-1].strip().splitlines()
+    assert "MLP" in first
+    assert [line.split()[1] for line in lines] == ["1/3", "2/3", "3/3"]
+    assert f"{run.history[-1]['test_loss']:.4f}" in lines[-1]
+
+
+def test_a_fit_that_is_quiet_or_in_a_shell_of_ipython_is_no_output(notebook: list[Handle]) -> None:
+    assert show(False) is None
+    assert type(show(None)) is type(show(True)) is Notebook
+    vars(sys.modules["IPython"])["get_ipython"] = SimpleNamespace  # the shell in a terminal
+    assert type(show(None)) is not Notebook
+    vars(sys.modules["IPython"])["get_ipython"] = lambda: None  # imported by a script
+    assert type(show(None)) is not Notebook

@@ -354,7 +354,7 @@ class Backend(Losses):
             better = self.explain(error)
             if better is None:
                 raise
-            raise better from error
+            raise better from None
 
     def explain(self, error: Exception) -> Exception | None:
         """samestep's error for one of the framework's, if it has a known remedy."""

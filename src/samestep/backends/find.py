@@ -62,7 +62,7 @@ def imported(module: str, extra: str) -> Any:
         package = (error.name or "").split(".")[0]
         if package == "samestep":
             raise
-        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{extra}]'") from error
+        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{extra}]'") from None
 
 
 def default() -> Backend:

@@ -47,7 +47,7 @@ class KeepingUpdater(NativeUpdater):
             self._stored, self._rebuilt = tensors, dict(self._named)  # path → what was made again
             self._restored(json.loads(tensors[TEXT].tobytes()))
         except KeyError as error:
-            raise Invalid(f"the checkpoint is of another optimizer: {error} is only in one of them") from error
+            raise Invalid(f"the checkpoint is of another optimizer: {error} is only in one of them") from None
 
     def _shares(self, thing: Any, path: str) -> bool:
         """Take note of a thing; whether it is an array in the memory of one that was seen before."""

@@ -53,7 +53,7 @@ def _load(name: str, path: str | os.PathLike[str]) -> Any:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         wanted = "must be a NumPy file (.npy or .npz) without Python objects"
-        raise DataUnavailable(f"{name}: {os.fspath(path)} {wanted}, but: {error}") from error
+        raise DataUnavailable(f"{name}: {os.fspath(path)} {wanted}, but: {error}") from None
 
 
 # PyTorch
@@ -124,10 +124,10 @@ class TensorFlow:
         try:
             with tf.device("cpu"):
                 return tf.data.experimental.at(self.dataset, i)
-        except (tf.errors.UnimplementedError, tf.errors.FailedPreconditionError) as error:
-            raise self._cannot("it has no elements by index") from error
+        except (tf.errors.UnimplementedError, tf.errors.FailedPreconditionError):
+            raise self._cannot("it has no elements by index") from None
         except tf.errors.InvalidArgumentError as error:  # of a function that it maps
-            raise WrongType(f"{self.name}[{i}]: it raised InvalidArgumentError: {error.message}") from error
+            raise WrongType(f"{self.name}[{i}]: it raised InvalidArgumentError: {error.message}") from None
 
     def _cannot(self, why: str) -> SamestepError:
         return WrongType(f"{self.name}: TensorFlow cannot index this tf.data.Dataset ({why}): pass arrays or a source")

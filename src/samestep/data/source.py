@@ -18,7 +18,7 @@ from samestep.content import Content
 from samestep.data.base import Examples, sample, sha256
 from samestep.data.convert import as_batch, named, stack
 from samestep.data.origins import HUGGING_FACE, TensorFlow, by_item, check_loader, of, unloaded
-from samestep.errors import Invalid, SamestepError, WrongType
+from samestep.errors import Invalid, SamestepError, WrongType, told
 from samestep.trees import Tree
 
 READING = threading.RLock()  # for sources that are not thread-safe: one for all, as two may share a file
@@ -97,7 +97,7 @@ class Source(Examples):
             raise
         except (TypeError, ValueError, IndexError) as error:
             wanted = "its collate_fn must give a pair (x, y) or a dictionary"
-            raise WrongType(f"{self.name}: {wanted}, but it raised {type(error).__name__}: {error}") from error
+            raise WrongType(f"{self.name}: {wanted}, but it raised {told(error)}") from None
 
     def _untyped(self, indices: NDArray[np.int64]) -> list[Tree]:
         short = of(self.source, HUGGING_FACE)  # which gives Python's numbers for columns of any type
@@ -136,12 +136,12 @@ class Source(Examples):
             wanted = f"[indices] must give a pair of arrays (x, y) for an array of indices, but {who}"
             if self.by_item or self.collate:
                 wanted = f"[i] must give a pair (x, y), of one shape and type for all i, but {who}"
-            raise WrongType(f"{self.name}{wanted} raised {type(error).__name__}: {error}") from error
+            raise WrongType(f"{self.name}{wanted} raised {told(error)}") from None
         except Exception as error:
             if "SQLite objects created in a thread" not in str(error):
                 raise
             how = "connect to SQLite with check_same_thread=False, or use Data(readers=0)"
-            raise Invalid(f"{self.name}: {how}: a thread reads it") from error
+            raise Invalid(f"{self.name}: {how}: a thread reads it") from None
 
     def check(self, batch_size: int, sampling: str) -> None:
         if self.loader:

@@ -39,7 +39,7 @@ class Transform:
             inspect.signature(self.function).bind(*wanted)
         except (TypeError, ValueError) as error:
             if isinstance(error, TypeError):  # else it has no signature
-                raise WrongType(f"{self.name}: transform must take ({', '.join(wanted)}), but: {error}") from error
+                raise WrongType(f"{self.name}: transform must take ({', '.join(wanted)}), but: {error}") from None
         numbered = zip(items, indices.tolist(), strict=True)
         done = [self._one(item, draws.example(seed, epoch, index)) for item, index in numbered]
         try:
@@ -47,7 +47,7 @@ class Transform:
         except WrongType:
             raise
         except TypeError as error:
-            raise WrongType(f"{self.name}: transform must give one type for all examples, but: {error}") from error
+            raise WrongType(f"{self.name}: transform must give one type for all examples, but: {error}") from None
 
     def _one(self, item: Tree, rng: np.random.Generator) -> Tree:
         item = trees.mapped(np.array, item)  # a copy: what is written to it stays here

@@ -158,4 +158,4 @@ def _read(weights: Any) -> Mapping[str, NDArray[Any]]:
     try:
         return load_file(weights)
     except (OSError, ValueError, SafetensorError) as error:
-        raise Invalid(f"load: {weights} is not a safetensors file that can be read: {error}") from error
+        raise Invalid(f"load: {weights} is not a safetensors file that can be read: {error}") from None

@@ -1,6 +1,7 @@
 """Starting the processes of a run on this machine: by ourselves for PyTorch, by mpiexec for the other frameworks.
 
 Each process can be signalled and killed alone. The first that fails ends the others, and so does the end of the launcher.
+What they fail of, they leave with the launcher, which says it once.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from samestep.processes.world import gone
 
 GRACE = 10.0  # seconds that the other processes have to end by themselves after one has failed
 POLL = 0.02  # seconds between two looks
+TOLD = "SAMESTEP_TOLD"  # in the environment of the processes: the folder in which they leave why they end
 # What would tell a process of other processes than those that are started here.
-PLACE = (*TORCHRUN, "SLURM_STEP_NUM_TASKS", MEET, *sum(MPIEXEC, ()))
+PLACE = (*TORCHRUN, "SLURM_STEP_NUM_TASKS", MEET, TOLD, *sum(MPIEXEC, ()))
 
 
 def launch(command: Sequence[str], count: int, engine: str = "torch") -> int:
@@ -44,6 +46,20 @@ def launch(command: Sequence[str], count: int, engine: str = "torch") -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 + processes.asked[0] if processes.asked and status else status
+
+
+def leave(text: str, heard: bool) -> bool:
+    """Leave with the launcher, if this process has one, why the process ends: of itself, or as it heard of another."""
+    folder, rank = os.environ.get(TOLD), numbered()
+    if folder:
+        Path(folder, f"{rank}.{'heard' if heard else 'error'}").write_text(text)
+    return bool(folder)
+
+
+def numbered() -> int:
+    """The rank of this process, whoever has started it."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "RANK")
+    return int(next((os.environ[name] for name in names if os.environ.get(name, "").isdecimal()), 0))
 
 
 def engine_for(script: Path | None, backend: str | None) -> str:
@@ -97,7 +113,7 @@ class Processes:
         self._told = Path(self._folder.name)
         self._env = {name: value for name, value in environ.items() if name not in PLACE}
         if count > 1:
-            self._env[MEET] = f"file://{self._folder.name}/meet"
+            self._env |= {MEET: f"file://{self._folder.name}/meet", TOLD: self._folder.name}
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         # Copies, which the processes inherit. Through mpiexec their output would be no terminal.
         self._shown = [os.dup(number if output is None else output) for number in (1, 2)]
@@ -154,12 +170,30 @@ class Processes:
         told = sorted((file.stat().st_mtime_ns, int(file.stem)) for file in self._told.glob("*.status"))
         return next((rank for rank in [*(rank for _, rank in told), *range(self.count)] if states[rank]), None)
 
-    def _note(self, rank: int) -> None:
-        """Say what the processes themselves cannot say when one has failed. PyTorch's notice it, and name it."""
-        if not any(self._read(f"{rank}.pid") for rank in range(self.count)):  # none was started, and mpiexec says why
-            os.write(self._shown[1], (self._told / "own").read_bytes())
-        elif self.engine == "mpi" and (self._read(f"{rank}.status") or 0) < 0 and not self.asked:
-            os.write(self._shown[1], f"samestep: {gone(f'rank {rank}')}\n".encode())
+    def _note(self, failed: int) -> int:
+        """Say why the run has failed: every error once, with its rank unless it is rank 0's as well; whose status counts.
+
+        What processes only heard of another one is said if that one could not say it itself.
+        """
+        ranks = range(self.count)
+        own = {
+            text: rank for rank in reversed(ranks) if (text := self._left(f"{rank}.error"))
+        }  # of equal ones, the lowest
+        heard = next((text for rank in ranks if (text := self._left(f"{rank}.heard"))), "")
+        if not any(self._read(f"{rank}.pid") for rank in ranks):  # none was started, and mpiexec says why
+            heard = self._left("own")
+        elif (self._read(f"{failed}.status") or 0) < 0 and not self.asked:
+            heard = heard or f"samestep: {gone(f'rank {failed}')}\n"
+        said = [
+            f"rank {rank}: {text}" if rank else text
+            for rank, text in sorted((rank, text) for text, rank in own.items())
+        ]
+        os.write(self._shown[1], ("".join(said) or heard).encode())
+        return min(own.values(), default=failed)
+
+    def _left(self, name: str) -> str:
+        """What a process has left, if it has."""
+        return file.read_text() if (file := self._told / name).exists() else ""
 
     def _read(self, name: str) -> int | None:
         """What rank.py has told, if it has."""
@@ -190,12 +224,12 @@ class Processes:
 
     def wait(self) -> int:
         """Wait until all have ended, or until GRACE after the first failure; the exit status."""
-        status, deadline = 0, float("inf")
+        failed, deadline = None, float("inf")
         while True:
             states = self.poll()
-            if not status and (failed := self._first(states)) is not None:
-                status, deadline = states[failed] or 0, time.monotonic() + GRACE
-                self._note(failed)
+            if failed is None and (failed := self._first(states)) is not None:
+                deadline = time.monotonic() + GRACE
             if None not in states or time.monotonic() > deadline:
+                status = 0 if failed is None else states[self._note(failed)] or 0
                 return status if status >= 0 else 128 - status  # as a shell tells that a signal ended it
             time.sleep(POLL)

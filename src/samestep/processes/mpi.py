@@ -138,8 +138,8 @@ class MpiWorld(World):
     def _done(self, rank: int, work: Any) -> bool:
         try:
             return bool(work.Test())
-        except self._mpi.Exception as error:  # between hosts: the connection is gone
-            raise ProcessFailed(self.cause or self.lost(rank, late=False)) from error
+        except self._mpi.Exception:  # between hosts: the connection is gone
+            raise ProcessFailed(self.cause or self.lost(rank, late=False)) from None
 
     def _look(self, works: Works, waited: float) -> None:
         """While waiting: is there still something to wait for?"""

@@ -174,7 +174,7 @@ class TorchWorld(World):
         except (RuntimeError, OSError, EOFError) as error:
             if isinstance(error, ProcessFailed):
                 raise
-            raise ProcessFailed(self._cause(rank, error)) from error
+            raise ProcessFailed(self._cause(rank, error)) from None
 
     def _cause(self, rank: int, error: Exception) -> str:
         late = "imed out" in str(error) or "imeout" in str(error)
@@ -225,7 +225,7 @@ def _meet(place: Place, limit: timedelta) -> tuple[Any, int]:
     except (RuntimeError, ValueError, OSError) as error:
         reach = f"reach {host}:{port} within {limit.total_seconds():g} s: was rank 0 started?"
         cannot = f"listen at {host}:{port}: {first_line(error)}" if holds else reach
-        raise ProcessFailed(f"rank {place.rank} cannot {cannot}") from error
+        raise ProcessFailed(f"rank {place.rank} cannot {cannot}") from None
     return store, holder
 
 

@@ -93,7 +93,7 @@ def unpack(content: bytes, name: str) -> Checkpoint:
             raise ValueError("its hash does not hold")
         return Checkpoint(_about(text), load(content))
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError, RecursionError) as error:
-        raise Invalid(f"{name} is damaged, or not a checkpoint: {error}") from error
+        raise Invalid(f"{name} is damaged, or not a checkpoint: {error}") from None
 
 
 def _about(header: bytes) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise Invalid(f"{path} cannot be read: {error.strerror or error}") from error
+        raise Invalid(f"{path} cannot be read: {error.strerror or error}") from None
     return unpack(content, str(path))
 
 

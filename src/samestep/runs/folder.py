@@ -65,7 +65,7 @@ class RunFolder:
             yield
         except OSError as error:
             why = f"run folder {self.path} cannot be written to: {error.strerror or error}"
-            raise Invalid(f"{why}; pass another run_dir, or None") from error
+            raise Invalid(f"{why}; pass another run_dir, or None") from None
 
     def _hold(self) -> None:
         """Keep other runs out, for as long as the lock file is open."""

@@ -43,9 +43,9 @@ def events(log: bytes, damaged: bool = False) -> Iterator[Event]:
             if "event" not in event or sealed(event, before)[0] != line + b"\n":
                 raise ValueError
             yield event
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError):
             if not damaged:
-                raise Invalid(f"line {number} is not an event, or was changed after it was written") from error
+                raise Invalid(f"line {number} is not an event, or was changed after it was written") from None
         before = last_seal(line)
 
 

@@ -194,9 +194,9 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], list[Event]]:
         for name, reader in readers.items():
             readers[name] = reader((folder / name).read_bytes())
     except OSError as error:
-        raise Invalid(f"{folder} is not the folder of a run: {name} cannot be read ({error.strerror})") from error
+        raise Invalid(f"{folder} is not the folder of a run: {name} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise Invalid(f"{folder / name} is damaged: {error}") from error
+        raise Invalid(f"{folder / name} is damaged: {error}") from None
     return readers["recipe.json"], readers["events.jsonl"]
 
 
@@ -214,7 +214,7 @@ def read_weights(folder: Path, fingerprint: str, average: str | None) -> tuple[T
                 raise ValueError("its weights do not have the run's fingerprint")
         return found[0] or {}, found[1]
     except (OSError, ValueError, SafetensorError) as error:
-        raise Invalid(f"{path} is damaged: {error}") from error
+        raise Invalid(f"{path} is damaged: {error}") from None
 
 
 def plain(tensors: Tensors) -> bytes:
@@ -249,5 +249,5 @@ def export(source: Path, target: Path, best: bool = False, average: bool = False
     try:
         checkpoint.write(target, [plain(tensors)])
     except OSError as error:
-        raise Invalid(f"{target} cannot be written: {error.strerror or error}") from error
+        raise Invalid(f"{target} cannot be written: {error.strerror or error}") from None
     return step

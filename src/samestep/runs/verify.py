@@ -200,13 +200,11 @@ def choose(devices: Sequence[int], processes: Sequence[int], shards: int, every:
     return chosen + ([max(mixed, key=lambda way: (way.total, way.devices))] if mixed else [])
 
 
-def draw(
-    ways: Sequence[Way], shards: int, steps: int, resume_on: str, chance: random.Random
-) -> tuple[Way, Way, list[int], int]:
-    """A kill: of a run in which way, resumed in which way, of which processes, at which step."""
+def draw(ways: Sequence[Way], steps: int, resume_on: str, chance: random.Random) -> tuple[Way, Way, list[int], int]:
+    """A kill: of a run in which way, resumed in which of these ways, of which processes, at which step."""
     first = chance.choice(ways)
-    others = [way for way in ways if way != first] or [Way(d) for d in range(1, shards + 1) if Way(d) != first]
-    then = {"random": chance.choice(others or [first]), "same": first}.get(resume_on) or Way(int(resume_on))
+    others = [way for way in ways if way != first] or [first]
+    then = {"random": chance.choice(others), "same": first}.get(resume_on) or Way(int(resume_on))
     one = first.processes > 1 and chance.random() < 0.5
     ranks = [chance.randrange(first.processes)] if one else list(range(first.processes))
     return first, then, ranks, chance.randint(1, max(1, steps - 1))
@@ -233,7 +231,7 @@ def verify(
         if os.listdir(root):
             raise OSError("Not empty")
     except OSError as error:
-        raise Invalid(f"--keep needs a new or empty folder, got {keep}: {error.strerror or error}") from error
+        raise Invalid(f"--keep needs a new or empty folder, got {keep}: {error.strerror or error}") from None
     runs = Runs(job, root, report, partial(tell, report), tidy=keep is None)
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what was started
     try:
@@ -244,7 +242,7 @@ def verify(
             runs.run(way)
         fitting = [Way(d, p) for p in processes for d in devices if d * p <= runs.shards]
         for number in range(1, kill + 1):
-            runs.kill(number, *draw(fitting, runs.shards, len(runs.first.fingerprints), resume_on, chance))
+            runs.kill(number, *draw(fitting, len(runs.first.fingerprints), resume_on, chance))
     finally:
         signal.signal(signal.SIGTERM, before)
         if keep is None and report.same:

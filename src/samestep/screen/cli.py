@@ -1,19 +1,17 @@
 """The command `samestep`: train, verify, diff, export, schedule, devices, data.
 
-Bad input gives one line on standard error and exit status 2.
+Bad input gives one line on standard error and exit status 2 (ending.py).
 """
 
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import os
 import runpy
 import subprocess
 import sys
-import time
-import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,13 +29,15 @@ from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
 from samestep.processes.launch import engine_for, launch
 from samestep.processes.place import MEET
+from samestep.screen import job
+from samestep.screen.ending import report
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console(highlight=False, soft_wrap=True)
 
 
-def option(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help)
+def option(help: str, *names: str, among: Sequence[str] = ()) -> Any:
+    return typer.Option(*names, help=help, autocompletion=(lambda: list(among)) if among else None)
 
 
 def argument(help: str) -> Any:
@@ -52,22 +52,27 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
-    """The same training step, on any number of devices, in any framework."""
+    """The same training step, on any number of devices, in any framework.
+
+    An error shows the lines of your own that led to it; with SAMESTEP_TRACEBACK=1, all lines.
+    """
 
 
 @app.command(context_settings={"allow_extra_args": True})
 def train(
     context: typer.Context,
     script: Annotated[Path | None, argument("Your own script, with a Trainer in it; its arguments follow --.")] = None,
-    model: Annotated[str | None, option(f"{', '.join(NAMES)}  [lenet]")] = None,
-    backend: Annotated[str | None, option(f"Framework: {', '.join(find.FRAMEWORKS)}  [torch]")] = None,
+    model: Annotated[str | None, option(f"{', '.join(NAMES)}  [{job.USUAL}]", among=NAMES)] = None,
+    backend: Annotated[
+        str | None, option(f"Framework: {', '.join(find.FRAMEWORKS)}  [torch]", among=find.FRAMEWORKS)
+    ] = None,
     devices: Annotated[str | None, option("auto, a count, or names: cuda:0,cuda:1  [auto]")] = None,
     shards: Annotated[int | None, option("Pieces a batch is cut into  [8]")] = None,
     batch_size: Annotated[int | None, option("Examples per update  [256]")] = None,
     epochs: Annotated[int | None, option("Passes over the data  [10]")] = None,
-    lr: Annotated[float | None, option("Learning rate  [0.2]")] = None,
+    lr: Annotated[float | None, option("A constant learning rate  [the model's schedule]")] = None,
     schedule: Annotated[str | None, option("Instead of --lr: such as 'cosine(0.3, 10).in_epochs()'")] = None,
-    momentum: Annotated[float | None, option("Momentum of SGD  [0]")] = None,
+    momentum: Annotated[float | None, option("Momentum of SGD  [the model's]")] = None,
     clip: Annotated[float | None, option("Largest norm of the gradient; 0: no limit  [0]")] = None,
     seed: Annotated[int | None, option("Decides weights, order and noise  [0]")] = None,
     threads_per_shard: Annotated[int | None, option("Threads of arithmetic per shard on the CPU  [1]")] = None,
@@ -81,9 +86,12 @@ def train(
     processes: Annotated[int | None, option("Number of processes on this machine  [1]")] = None,
     quiet: Annotated[bool, option("No progress", "--quiet", "-q")] = False,
 ) -> None:
-    """Train LeNet on Fashion-MNIST on every device here, or run your own SCRIPT with these settings."""
-    from samestep.optimizers.rules import sgd
+    """Train a model on Fashion-MNIST on every device here, or run your own SCRIPT with these settings.
 
+    The models come with recipes: lenet_modern has SGD with momentum 0.9 and a rate that warms up for an epoch, to 0.1 with
+    batches of 256, and falls along a cosine. The others have plain SGD with a rate of 0.2. --model lenet is the job of the
+    book "Dive into Deep Learning" (chapter "Training on Multiple GPUs"), which learns nothing in its first epoch.
+    """
     if lr is not None and schedule is not None:
         raise Invalid("choose one of --lr and --schedule")
     _check_job(script, model=model, backend=backend, momentum=momentum)
@@ -105,34 +113,7 @@ def train(
         given["run_dir"] = None
     if script is not None:
         return _run_script(script, context.args, given)
-    name = model or "lenet"
-    if name not in NAMES:
-        raise Invalid(f"unknown model {name!r}: choose one of {', '.join(NAMES)}")
-    _built_in(name, backend or "torch", sgd(momentum=momentum or 0.0), given)
-
-
-def _built_in(name: str, framework: str, optimizer: Any, given: dict[str, Any]) -> None:
-    from samestep.d2l.fashion import fashion_mnist
-    from samestep.devices import resolve
-    from samestep.training.trainer import Trainer
-
-    folder = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    usual: dict[str, Any] = {"max_epochs": 10, "schedule": 0.2, "progress": True, "run_dir": folder}
-    trainer = Trainer(optimizer=optimizer, **usual | given)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # TensorFlow's greeting
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "No ccache found")  # Paddle's
-        backend = find.load(framework)
-    resolve(trainer.devices, trainer.shards, backend)  # before the data is fetched
-    models = importlib.import_module(f"samestep.models.{framework}")
-    run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
-    if run.rank:
-        return  # the first process speaks for all
-    last, seconds = run.history[-1], [row["seconds"] for row in run.history]
-    speed = f"{sum(seconds) / len(seconds):.2f} s/epoch, on {', '.join(run.devices)}"
-    out.print(f"test accuracy {last['test_accuracy']:.4f}, {speed}\nfingerprint {run.fingerprint}")
-    if run.folder:
-        out.print(f"run folder {run.folder}")
+    job.train(model or job.USUAL, backend or "torch", momentum, given)
 
 
 def _check_job(script: Path | None, **of_built_in: Any) -> None:
@@ -157,19 +138,19 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
 def verify(
     context: typer.Context,
     script: Annotated[Path | None, argument("Your own script, with one fit in it; its arguments follow --.")] = None,
-    backend: Annotated[str | None, option("Framework of the built-in job  [torch]")] = None,
+    backend: Annotated[str | None, option("Framework of the built-in job  [torch]", among=find.FRAMEWORKS)] = None,
     devices: Annotated[str, option("Numbers of devices")] = "1,2,3,8",
     processes: Annotated[str, option("Numbers of processes")] = "1,2,3",
     every: Annotated[bool, option("Every combination of the two, not only the most useful ones", "--all")] = False,
     kill: Annotated[int, option("How many runs to kill at a random step and resume")] = 3,
-    resume_on: Annotated[str, option("random (another way), same, or a number of devices")] = "random",
+    resume_on: Annotated[str, option("random (another of these ways), same, or a number of devices")] = "random",
     epochs: Annotated[int | None, option("Passes over the data  [the script's; built-in job: 1]")] = None,
     seed: Annotated[int, option("Decides what is killed, when, and where it is resumed")] = 0,
     portable: Annotated[bool, option("As --portable of train", "--portable")] = False,
     keep: Annotated[Path | None, option("Keep the run folders in this new folder")] = None,
     as_json: Annotated[bool, option("Print it as JSON", "--json")] = False,
 ) -> None:
-    """Run a script (or LeNet on Fashion-MNIST) in many ways, kill and resume it, and compare every step's bits.
+    """Run a script (or the job of `samestep train`) in many ways, kill and resume it, and compare every step's bits.
 
     If there is a difference, the first one is shown and the exit status is 1.
     """
@@ -182,13 +163,13 @@ def verify(
     _check_job(script, backend=backend)
     if backend is not None:
         find.check(backend)
-    job = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
+    wanted = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
     counts = module.counts("--devices", devices), module.counts("--processes", processes)
     live = Live(console=out, refresh_per_second=4, transient=True)
     with live if out.is_terminal and not as_json else nullcontext():
         tell = lambda report: live.update(module.table(report))  # noqa: E731
         report = module.verify(
-            job, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
+            wanted, *counts, every=every, kill=kill, resume_on=resume_on, seed=seed, keep=keep, tell=tell
         )
     if as_json:
         print(report.to_json())
@@ -305,6 +286,7 @@ def schedule(
     curves = {repr(one): one.bind(per_epoch or 1).values(count + 1) for one in parsed}
     for path in figures.values():
         plot.figure(curves, unit, path)
+        typer.echo(f"{path}: the rates of {count} {unit}", err=as_json or as_csv)
     if as_json:
         rows = [{"schedule": one.to_json(), "text": text, "values": curves[text].tolist()}
                 for one in parsed for text in [repr(one)]]  # fmt: skip
@@ -318,11 +300,12 @@ def schedule(
 
 
 def run() -> None:
-    """The entry point: turns errors that samestep raises on purpose into one line."""
+    """The entry point: an error ends the command with one line, or with the user's own lines that led to it."""
     try:
         app(prog_name="samestep")
-    except SamestepError as error:
-        sys.stderr.write(f"samestep: {error}\n")  # in one piece: other processes may print at the same time
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as ended:
+        sys.exit(report(ended) if isinstance(ended.code, str) else ended.code)
+    except Exception as error:
+        sys.exit(report(error))

@@ -73,4 +73,4 @@ def figure(curves: Curves, unit: str, path: Path) -> None:
     try:
         drawing.savefig(path, dpi=150)
     except OSError as error:
-        raise Invalid(f"{path} cannot be written to: {error.strerror or error}") from error
+        raise Invalid(f"{path} cannot be written to: {error.strerror or error}") from None

@@ -136,7 +136,7 @@ class Group:
             try:
                 checkpoint.write(Path(path), checkpoint.pack(about, tensors))
             except (OSError, TypeError) as error:
-                raise Invalid(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+                raise Invalid(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
         if replicas:
             replicas.world.collect(b"")
 

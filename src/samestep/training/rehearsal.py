@@ -22,9 +22,8 @@ from samestep import draws
 from samestep.backends.losses import not_trained
 from samestep.backends.noise import Noise
 from samestep.data.feed import Batch
-from samestep.errors import Invalid, NotRepeatable, SamestepError, Written
+from samestep.errors import Invalid, NotRepeatable, SamestepError, Written, told
 from samestep.fingerprint import hashed
-from samestep.processes.world import first_line
 from samestep.runs.checkpoint import Cadence
 from samestep.shards import cut
 from samestep.trees import leaves
@@ -120,8 +119,8 @@ class Rehearsal:
         except SamestepError:
             raise
         except Exception as error:
-            what = f"the first batch could be computed once, but not again ({first_line(error)})"
-            raise NotRepeatable(f"{what}; {COMPUTED}") from error
+            what = f"the first batch could be computed once, but not again ({told(error)})"
+            raise NotRepeatable(f"{what}; {COMPUTED}") from None
         for (i, shard), (j, _), one, other in zip(work, reversed(turned), first, reversed(again), strict=True):
             when = f"before step {step}, on {replicas[i].device} and on {replicas[j].device}"
             self._compare(one, other, batch, shard, (i, j), when)
@@ -133,10 +132,10 @@ class Rehearsal:
         except SamestepError:
             raise
         except Exception as error:
-            told = first_line(error)
+            said = told(error)
         for place in work:
             self._computed(batch, [place])
-        raise NotRepeatable(f"the first batch could be computed in turn, but not side by side ({told}); {COMPUTED}")
+        raise NotRepeatable(f"the first batch could be computed in turn, but not side by side ({said}); {COMPUTED}")
 
     def shard(self, step: int, batch: Batch) -> None:
         """Compute a shard twice, on two devices if there are two, and compare."""

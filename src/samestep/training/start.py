@@ -30,7 +30,7 @@ def put_into(replicas: Sequence[Replica], weights: Any) -> None:
         try:
             array, mine, known = first.backend.get(value), own[name], first.names[name]
         except (TypeError, ValueError) as error:
-            raise WrongType(f"weights: {name!r} cannot be read as an array: {error}") from error
+            raise WrongType(f"weights: {name!r} cannot be read as an array: {error}") from None
         fits = array.shape == mine.shape or array.size == mine.size == 1  # MXNet has no arrays without a dimension
         if not fits or not np.can_cast(array.dtype, mine.dtype, "same_kind"):
             what = f"{array.dtype} of shape {array.shape}, and that of the model {mine.dtype} of shape {mine.shape}"
@@ -60,7 +60,7 @@ def read(weights: Any) -> Mapping[str, Any]:
     try:
         return {name: _array(**about) for name, about in deserialize(Path(weights).read_bytes())}
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise Invalid(f"weights: {weights} is not a safetensors file that can be read: {error}") from error
+        raise Invalid(f"weights: {weights} is not a safetensors file that can be read: {error}") from None
 
 
 def _array(dtype: str, shape: list[int], data: bytes) -> Numbers:

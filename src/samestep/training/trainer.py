@@ -64,7 +64,7 @@ class Trainer:
                        mode="max" if more is better; None: the test loss (the training loss without test examples)
     patience           stop early, after so many epochs in a row that were not better in that column; None: never
     resume             "auto": resume if run_dir holds a checkpoint of this recipe; False: never; or a path to resume from
-    progress           show progress; None: if standard error is a terminal
+    progress           False: show none. Else a bar in a terminal or a notebook, and one line an epoch anywhere else
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, their mean, or (sum, weight); None: softmax cross-entropy, or
                        the model's own output.loss (docs/losses.md)

@@ -196,8 +196,8 @@ class MxnetBackend(Backend):
         check_examples(name, x, dtype, y)
         try:
             context = next(iter(parameters)).list_ctx()[0]
-        except RuntimeError as error:
-            raise Invalid("the model has no weights yet: call model.initialize() first") from error
+        except RuntimeError:
+            raise Invalid("the model has no weights yet: call model.initialize() first") from None
         held = [(vars(block), arrays_in(block)) for _, block in blocks_of(model)]
         kept = [a for p in parameters if p.grad_req == "null" and p._data for a in p.list_data()]
         state = [(a, a.copy()) for a in [*kept, *(a for _, arrays in held for a in arrays.values())]]
@@ -209,7 +209,7 @@ class MxnetBackend(Backend):
                 nd.waitall()
         except (MXNetError, TypeError, ValueError) as error:
             if not_floats(x) and re.search("(?i)dtype|type|expected", str(error)):
-                raise convert(name, x, dtype) from error
+                raise convert(name, x, dtype) from None
             raise
         finally:
             for array, value in state:

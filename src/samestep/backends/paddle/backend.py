@@ -202,7 +202,7 @@ class PaddleBackend(Backend):
                 raise Invalid("portable: a compiled layer may have other bits on other CPUs: leave out to_static")
         except (RuntimeError, ValueError, TypeError) as error:
             if not_floats(x) and re.search("(?i)dtype|data ?type|type of data", str(error)):
-                raise convert(name, x, dtype) from error
+                raise convert(name, x, dtype) from None
             raise
         finally:
             for layer, mode, buffers in modes:

@@ -16,7 +16,7 @@ from samestep.backends.calling import Style, style_of
 from samestep.backends.layout import Tensors
 from samestep.backends.names import anew, unnumbered
 from samestep.backends.pair import Given
-from samestep.errors import Invalid, WrongType
+from samestep.errors import Invalid, WrongType, told
 from samestep.trees import Tree
 
 Tensor = Any
@@ -86,8 +86,8 @@ class KerasAdapter(Adapter):
         except Exception as error:
             raise Invalid(
                 f"the model {type(self.model).__name__} cannot be copied: give it get_config(), as Keras asks of models that "
-                f"are saved ({str(error).splitlines()[0]})"
-            ) from error
+                f"are saved ({told(error)})"
+            ) from None
         for layer, own in zip(self.model._flatten_layers(), twin._flatten_layers(), strict=True):
             own.trainable = layer.trainable
         return twin

@@ -181,7 +181,7 @@ class TensorflowBackend(Backend):
                 return self.described(measure, output, mapped(tf.constant, y), y, dtype)
         except (TypeError, tf.errors.InvalidArgumentError) as error:
             if not_floats(x) and known and "float" in str(error):
-                raise convert(name, x, known[0]) from error
+                raise convert(name, x, known[0]) from None
             raise
         finally:
             for key, variable in adapter.variables.items():  # a tf.Module may count its calls

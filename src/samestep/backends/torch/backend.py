@@ -136,7 +136,8 @@ class TorchBackend(Backend):
     @contextmanager
     def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
         if found := numerics.modes_around():
-            raise Invalid(f"{found} around a fit reaches only some of its threads: use it in the model's forward")
+            why = ", to set the precision there (docs/coming-from.md)" * ("autocast" in found)
+            raise Invalid(f"{found} around a fit reaches only some of its threads: use it in the model's forward{why}")
         cudnn, threads_before, mkldnn = torch.backends.cudnn, torch.get_num_threads(), torch._C._get_mkldnn_enabled()
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         flags = [(cudnn, "benchmark", False), (cudnn, "deterministic", deterministic),
@@ -184,7 +185,7 @@ class TorchBackend(Backend):
                 return self.described(lane.measure, output, mapped(partial(self.put, device=device), y), y, dtype)
         except RuntimeError as error:
             if not_floats(x) and re.search("dtype|scalar type|Input type", str(error)):
-                raise convert(name, x, dtype) from error
+                raise convert(name, x, dtype) from None
             raise
 
     def replica(

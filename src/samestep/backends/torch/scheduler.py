@@ -54,7 +54,7 @@ def read_all(scheduler: LRScheduler, n: int) -> tuple[list[float], Moved]:
                 if t:
                     twin.step()
             except ValueError as error:
-                raise Invalid(f"{type(scheduler).__name__} ends before {n} updates: {error}") from error
+                raise Invalid(f"{type(scheduler).__name__} ends before {n} updates: {error}") from None
             groups = twin.optimizer.param_groups
             settings.append([{**group, "params": None, "lr": float(group["lr"])} for group in groups])
             rates.append(settings[-1][0]["lr"])

@@ -208,7 +208,7 @@ def test_examples_that_are_no_reals_are_to_be_converted_if_a_layer_wants_those(
 
 def test_a_layer_that_complains_about_reals_is_let_speak(backend: TorchBackend) -> None:
     with pytest.raises(RuntimeError, match="^a dtype of its own$"):
-        backend.probe(Raises(RuntimeError("a dtype of its own")), None, np.ones((1, 2), np.float32), np.zeros(1))
+        backend.probe(Raises(RuntimeError("a dtype of its own")), None, np.ones((1, 2), np.float32), np.zeros(1, int))
 
 
 def test_a_probe_calls_the_loss_if_there_is_one(backend: TorchBackend) -> None:

@@ -61,9 +61,7 @@ class Shape:
     kind: str = MEAN  # of the loss
     foreign: bool = False  # the loss is one that neither samestep nor the framework has written
     labels: int | None = None  # the number of classes, if the default loss is to check labels
-    column: bool | None = (
-        None  # whether the output is of shape (n, 1) and y of (n,): True; the reverse: False; else None
-    )
+    column: bool | None = None  # True: the output is of shape (n, 1) and y of (n,); False: the reverse
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,11 @@ def checked(
         new = [pass_.again(span) for span in spans] if unlike else []
         (table,) = backend.map([lambda: [evaluate(one, one.spans[0], key[0], alike=True) for one in new]])
     if table and _kind(measure.kind, table, sizes, rounding):
-        shapes, how = (f"({n}, 1)", f"({n},)"), "y[:, None], or output.squeeze(1) in the model"
-        shapes, how = (shapes, how) if shape.column else (shapes[::-1], "y[:, 0], or output[:, None] in the model")
-        two = f"the output is of shape {shapes[0]} and y of {shapes[1]}"
-        raise Invalid(f"{two}, and the loss compares every output with every y: use {how}")
+        two, how = f"({n}, 1) and y of ({n},)", "y[:, None], or output.squeeze(1)"
+        if not shape.column:
+            two, how = f"({n},) and y of ({n}, 1)", "y[:, 0], or output[:, None]"
+        told = f"the output is of shape {two}, and the loss compares every output with every y"
+        raise Invalid(f"{told}: use {how} in the model")
     how = "Return (sum, weight) from it" if settings.loss else "Pass loss=f(output, batch) that returns (sum, weight)"
     raise Invalid(
         f"{told}: the loss couples examples, or is a mean over something else. {how}, which are added up over the shards and "
@@ -150,9 +151,8 @@ def _kind(kind: str, table: Sequence[Any], sizes: Sequence[float], rounding: flo
     values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
 
     def alike(by_shards: float, of_whole: float) -> bool:
-        return bool(
-            abs(by_shards - of_whole) <= rounding * max(abs(of_whole), *map(abs, values))
-        )  # they may cancel out
+        most = max(abs(of_whole), *map(abs, values))  # they may cancel out
+        return bool(abs(by_shards - of_whole) <= rounding * most)
 
     if alike(tree_sum(losses) / tree_sum(over[1:]), whole / over[0]):
         return kind

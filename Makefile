@@ -60,7 +60,7 @@ $(VENV)/train.done: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml constraints.txt
-	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,mpi,plot,dev]'
+	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,mpi,plot,docs,dev]'
 	@touch $@ $(VENV)/train.done
 
 $(VENV)/mutants.done: $(VENV)/test.done

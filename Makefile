@@ -1,6 +1,7 @@
 # make train   the main job: LeNet on Fashion-MNIST on every device here
 # make test    every test, against every framework
 # make check   lint, formatting, types
+# make docs    the documentation as a site, in build/docs
 # make bench   the cost of sameness, checkpoints and exchange on this machine, and the tables in README.md
 # make chaos   a hundred kills at random moments, each resumed elsewhere: same bits in the end
 # make wild    models of torchvision, timm, transformers, Keras, Paddle, gluon and flax: same bits everywhere
@@ -17,7 +18,7 @@ BIN    := $(VENV)/bin
 into    = $(PYTHON) -m venv --without-pip $(1) && \
 	$(PYTHON) -m pip --disable-pip-version-check --python $(1)/bin/python install --quiet
 
-.PHONY: train test check bench chaos wild mutants clean
+.PHONY: train test check docs bench chaos wild mutants clean
 
 train: $(VENV)/train.done
 	$(BIN)/samestep train --portable $(ARGS)
@@ -29,6 +30,9 @@ check: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/test.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/test.done
 	$(BIN)/python benchmarks/sameness.py

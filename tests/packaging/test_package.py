@@ -85,8 +85,8 @@ def requires(name: str) -> Iterator[str]:
 def links(folder: Path, *names: str) -> Path:
     """A folder with links to distributions of this environment and to all that they need, and to nothing else."""
     folder.mkdir()
-    for name in {one for name in names for one in requires(name)}:
-        there = metadata.distribution(name)
+    for needed in {one for name in names for one in requires(name)}:
+        there = metadata.distribution(needed)
         for top in {file.parts[0] for file in there.files or []} - {"..", "__pycache__"}:
             if not (folder / top).exists():
                 (folder / top).symlink_to(Path(str(there.locate_file(top))))
@@ -99,7 +99,9 @@ def environment(folder: Path, archive: Path, seen: Path) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "seen.pth").write_text(f"{seen}\n")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", folder / "bin" / "python"]
-    done(*pip, "install", "--no-index", "--no-build-isolation", archive, PIP_NO_CACHE_DIR="1", PIP_CONFIG_FILE=os.devnull)
+    done(
+        *pip, "install", "--no-index", "--no-build-isolation", archive, PIP_NO_CACHE_DIR="1", PIP_CONFIG_FILE=os.devnull
+    )
     return folder / "bin"
 
 

@@ -58,15 +58,15 @@ def python_of(framework: str) -> str:
 def ran(page: Path, name: str, framework: str, folder: Path, environ: dict[str, str]) -> tuple[int, str]:
     """The status, and all that was said."""
     command = [python_of(framework), str(ROOT / "tests" / "snippets.py"), str(page), name, framework]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with the commands that it has started
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the commands that it has started
     return process.returncode, said
 
 

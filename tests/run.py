@@ -102,7 +102,9 @@ def runs(mxnet: Path | None, also: list[Path]) -> list[Run]:
             found.append(Run(file.stem, [file]))
     if mxnet:
         found.append(Run("on an old NumPy", [TESTS / name for name in ON_OLD_NUMPY], python=python_of_mxnet))
-        found.append(Run("test_schedules_mxnet", [TESTS / "parity" / "test_schedules_mxnet.py"], python=python_of_mxnet))
+        found.append(
+            Run("test_schedules_mxnet", [TESTS / "parity" / "test_schedules_mxnet.py"], python=python_of_mxnet)
+        )
     else:
         print("MXNet's tests are skipped: it has an environment of its own, which could not be made here")
     return found

@@ -17,6 +17,7 @@ from samestep.checks import BelowOne, Flag, Rate, checked
 from samestep.errors import Invalid
 
 Vector = Any  # a flat vector of any framework
+FrameworkOptimizer = Any  # of torch.optim, optax, keras.optimizers, paddle.optimizer or mxnet.optimizer
 State = dict[str, Vector]
 Updated = tuple[Vector, State]  # new weights, or the direction to them, and new slots
 

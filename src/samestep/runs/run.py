@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from samestep.backends.base import Model
 from samestep.errors import Invalid
 from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
@@ -49,12 +50,12 @@ class Run:
         return dict(self._tensors)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """A model of the framework with the final weights."""
         return self._made(self._model, "weights()")
 
     @property
-    def average_model(self) -> Any:
+    def average_model(self) -> Model:
         """A model of the framework with the averaged weights."""
         if self.average is None:
             raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")

@@ -128,6 +128,8 @@ class Tree:
             "pyproject.toml",
             "LICENSE",
             "MANIFEST.in",
+            "constraints.txt",
+            "constraints-mxnet.txt",
             "mkdocs.yml",
             "README.md",
             "CHANGELOG.md",

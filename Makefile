@@ -1,6 +1,7 @@
 # make train   the main job: a modern LeNet on Fashion-MNIST on every device here
 # make test    every test, against every framework
 # make check   lint, formatting, types
+# make docs    the documentation as a site, in build/docs
 # make bench   the cost of sameness, checkpoints and exchange on this machine, and the tables in README.md
 # make chaos   a hundred kills at random moments, each resumed elsewhere: same bits in the end
 # make wild    models of torchvision, timm, transformers, Keras, Paddle, gluon and flax: same bits everywhere
@@ -13,22 +14,26 @@ VENV   := .venv
 MXNET  := .venv-mxnet
 WILD   := .venv-wild
 BIN    := $(VENV)/bin
+OTHERS := 3.12 3.13
 # pip installs into an environment from outside, so Debian's python3-venv (which carries ensurepip) is not needed.
-into    = $(PYTHON) -m venv --without-pip $(1) && \
+into    = $(or $(2),$(PYTHON)) -m venv --without-pip $(1) && \
 	$(PYTHON) -m pip --disable-pip-version-check --python $(1)/bin/python install --quiet
 
-.PHONY: train test check bench chaos wild mutants clean
+.PHONY: train test check docs bench chaos wild mutants clean
 
 train: $(VENV)/train.done
 	$(BIN)/samestep train --portable $(ARGS)
 
-test: $(VENV)/test.done $(MXNET)/test.done
-	$(BIN)/python tests/run.py --mxnet $(MXNET)/bin/python $(ARGS)
+test: $(VENV)/test.done $(MXNET)/test.done $(OTHERS:%=.venv-%/test.done)
+	$(BIN)/python tests/run.py --mxnet $(MXNET)/bin/python $(OTHERS:%=--also .venv-%/bin/python) $(ARGS)
 
 check: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/test.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/test.done
 	$(BIN)/python benchmarks/sameness.py
@@ -61,7 +66,7 @@ $(VENV)/train.done: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test.done: pyproject.toml constraints.txt
-	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,mpi,plot,dev]'
+	$(call into,$(VENV)) -c constraints.txt -e '.[torch,jax,tensorflow,paddle,mpi,plot,docs,dev]'
 	@touch $@ $(VENV)/train.done
 
 $(VENV)/mutants.done: $(VENV)/test.done
@@ -73,10 +78,16 @@ $(MXNET)/test.done: pyproject.toml constraints-mxnet.txt
 	$(call into,$(MXNET)) -c constraints-mxnet.txt -e '.[mxnet,mpi,dev-mxnet]' || echo "MXNet cannot be installed here"
 	@mkdir -p $(MXNET) && touch $@
 
+# Other versions of Python, where they are installed. A shim of pyenv may be there without the Python that it stands for.
+.venv-3.%/test.done: pyproject.toml constraints.txt
+	@if python3.$* -c '' 2>/dev/null && test "$$($(PYTHON) -c 'import sys; print(sys.version_info[1])')" != $*; then \
+		$(call into,.venv-3.$*,python3.$*) -c constraints.txt -e '.[torch,dev]' && touch $@ || \
+		{ echo "samestep cannot be installed for Python 3.$* here"; rm -rf .venv-3.$*; }; fi
+
 # Packages of others, on top of .venv. samestep takes a folder of this name for installed packages, known by their versions.
 $(WILD)/wild.done: tests/wild/packages.txt
 	$(PYTHON) -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target $(WILD)/site-packages -r $<
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MXNET) $(WILD) build dist src/*.egg-info
+	rm -rf $(VENV) $(MXNET) $(WILD) $(OTHERS:%=.venv-%) build dist src/*.egg-info

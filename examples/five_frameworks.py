@@ -135,7 +135,9 @@ def main() -> int:
         if name not in pythons:
             print(f"{name} is not installed, and left out")
     if "torch" not in pythons:
-        print("PyTorch is what the others are compared with: pip install 'samestep[torch]'", file=sys.stderr)
+        print(
+            "PyTorch is what the others are compared with: pip install -c constraints.txt '.[torch]'", file=sys.stderr
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="samestep-five-") as root:
         where = {(name, precision): Path(root, f"{name}-{precision}") for name in pythons for precision in ALLOWED}

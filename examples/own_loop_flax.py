@@ -1,7 +1,7 @@
 """A loop of one's own in JAX, with a flax module: own_loop.py in another framework, with optax's Adam.
 
 python examples/own_loop_flax.py                     --small: seconds on a CPU
-mpiexec -n 2 python examples/own_loop_flax.py        every process prints the same; needs pip install 'samestep[mpi]'
+mpiexec -n 2 python examples/own_loop_flax.py        every process prints the same; needs pip install '.[mpi]'
 
 Which batch comes next depends on the loss of the step before, which a Trainer cannot do. It trains on one device, saves in
 the middle (half.safetensors), and goes on from there on one device and on three: the same weights, to the last bit.

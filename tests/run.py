@@ -1,6 +1,6 @@
 """Runs every test: one framework per process, as some cannot be loaded together. `make test` calls this.
 
-    python tests/run.py [--mxnet PYTHON] [--at-once N] [arguments for pytest]
+    python tests/run.py [--mxnet PYTHON] [--also PYTHON]... [--at-once N] [arguments for pytest]
 
 Several processes run at once, half as many as there are cores but at least two; what each one prints comes when it has
 ended, and the end of what failed once more at the very end. One that hangs is ended, and says where each of its threads
@@ -29,6 +29,8 @@ ON_OLD_NUMPY = ["test_shards.py", "test_draws.py", "schedules/test_text.py"]
 OTHERS = ["jax", "tensorflow", "paddle"]
 # Tests that mostly wait for processes they have started: a run of their own, beside the rest.
 PROCESSES = ["processes", "runs/test_verify.py", "chaos"]
+# Tests that need frameworks beside PyTorch: not with other versions of Python, whose environments have none.
+ALL_FRAMEWORKS = ["examples", "wild"]
 # The references of NumPy would fight for the cores with the tests beside them, and XLA compiles many a program again.
 QUICKER = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -73,10 +75,17 @@ class Run:
             return self, process.returncode, output.read(), time.monotonic() - began
 
 
-def runs(mxnet: Path | None) -> list[Run]:
+def runs(mxnet: Path | None, also: list[Path]) -> list[Run]:
     """All of them, the longest first."""
     apart = [TESTS / name for name in PROCESSES]
     found = [Run("PyTorch, and what needs no framework", but=apart), Run("processes", apart)]
+    for python in also:
+        version = python.parts[-3].rpartition("-")[2]
+        if python.exists():
+            name = f"Python {version}: PyTorch, and what needs no framework"
+            found.append(Run(name, but=[*apart, *(TESTS / name for name in ALL_FRAMEWORKS)], python=str(python)))
+        else:
+            print(f"the tests with Python {version} are skipped: it is not installed, or has no environment ({python})")
     for name in OTHERS:
         if importlib.util.find_spec(name):
             found.append(
@@ -85,15 +94,17 @@ def runs(mxnet: Path | None) -> list[Run]:
         else:
             print(f"{name}'s tests are skipped: it is not installed")
     if mxnet:
-        python = str(mxnet)
+        python_of_mxnet = str(mxnet)
         files = [TESTS / "conformance", TESTS / "wild", TESTS / "backends" / "test_mxnet.py"]
-        found.append(Run("MXNet", files, "mxnet", python))
+        found.append(Run("MXNet", files, "mxnet", python_of_mxnet))
     for file in sorted((TESTS / "parity").glob("test_*.py")):
         if "mxnet" not in file.name:
             found.append(Run(file.stem, [file]))
     if mxnet:
-        found.append(Run("on an old NumPy", [TESTS / name for name in ON_OLD_NUMPY], python=python))
-        found.append(Run("test_schedules_mxnet", [TESTS / "parity" / "test_schedules_mxnet.py"], python=python))
+        found.append(Run("on an old NumPy", [TESTS / name for name in ON_OLD_NUMPY], python=python_of_mxnet))
+        found.append(
+            Run("test_schedules_mxnet", [TESTS / "parity" / "test_schedules_mxnet.py"], python=python_of_mxnet)
+        )
     else:
         print("MXNet's tests are skipped: it has an environment of its own, which could not be made here")
     return found
@@ -103,10 +114,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mxnet", type=Path, help="the Python of MXNet's environment")
     parser.add_argument("--at-once", type=int, default=max(2, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--also", type=Path, action="append", default=[], help="a Python of another version")
     options, rest = parser.parse_known_args()
     if rest:
         return subprocess.run([sys.executable, "-m", "pytest", *rest]).returncode
-    todo = runs(options.mxnet if options.mxnet and options.mxnet.exists() else None)
+    todo = runs(options.mxnet if options.mxnet and options.mxnet.exists() else None, options.also)
     failed: list[str] = []
     with ThreadPoolExecutor(options.at_once) as pool:
         for done in as_completed([pool.submit(run) for run in todo]):

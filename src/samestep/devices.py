@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samestep.checks import show, whole
 from samestep.errors import Invalid, WrongType
@@ -81,7 +81,10 @@ def host_memory() -> tuple[int, int]:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0
 
 
-def resolve(asked: Any, shards: int, backend: Backend, place: Place | None = None) -> list[Device]:
+Devices = str | int | Device | Sequence[str | Device]  # "auto", a count, a name, or a list: see resolve
+
+
+def resolve(asked: Devices, shards: int, backend: Backend, place: Place | None = None) -> list[Device]:
     """The device of every replica, from what a user writes: "auto", a count, a name, or a list of names.
 
     Several processes on one host share its GPUs: "auto" and a count mean those of this process.

@@ -37,6 +37,18 @@ def told(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *said]) + (f" ({where})" if where else "")
 
 
+def install(extra: str) -> str:
+    """How to install what an extra of samestep brings. samestep is on no package index, so this is for a clone of it.
+
+    mpi and plot come without pins: beside MXNet, constraints.txt would put another NumPy into its environment.
+    """
+    if extra == "mxnet":
+        make = "python -m venv .venv-mxnet && .venv-mxnet/bin/pip install -c constraints-mxnet.txt '.[mxnet]'"
+        return f"it needs an environment of its own; in a clone of samestep: {make}"
+    pins = "" if extra in ("mpi", "plot") else "-c constraints.txt "
+    return f"in a clone of samestep: pip install {pins}'.[{extra}]'"
+
+
 class SamestepError(Exception):
     """The base of all errors that samestep raises on purpose: one line, and maybe what another program `said`."""
 

@@ -59,7 +59,10 @@ def test_a_framework_is_checked_before_it_is_imported(loaded: dict[str, Any], mo
     with pytest.raises(WrongType, match="^no backend 'caffe': samestep has torch, jax, tensorflow, paddle, mxnet$"):
         find.load("caffe")
     monkeypatch.setattr(find, "installed", lambda name: None)
-    with pytest.raises(BackendMissing, match=r"^'jax' is not installed; pip install 'samestep\[jax\]'$"):
+    with pytest.raises(
+        BackendMissing,
+        match=r"^'jax' is not installed; in a clone of samestep: pip install -c constraints.txt '\.\[jax\]'$",
+    ):
         find.load("jax")
     loaded["samestep.backends.jax.backend"] = "there"
     assert find.load("jax") == ("samestep.backends.jax.backend", "jax")  # type: ignore[comparison-overlap]
@@ -76,7 +79,10 @@ def test_the_default_is_what_is_loaded_or_else_the_first_that_is_installed(
     assert find.default() == "paddle"
     loaded.clear()
     there.clear()
-    with pytest.raises(BackendMissing, match=r"^no framework is installed; pip install 'samestep\[torch\]'$"):
+    with pytest.raises(
+        BackendMissing,
+        match=r"^no framework is installed; in a clone of samestep: pip install -c constraints.txt '\.\[torch\]'$",
+    ):
         find.default()
 
 
@@ -92,7 +98,10 @@ def test_a_package_that_is_missing_is_named_with_the_extra(
     monkeypatch.setattr(find.importlib, "import_module", fails)
     with pytest.raises(BackendMissing) as error:
         find.imported("samestep.thing", "extra")
-    assert str(error.value) == f"{package!r} is not installed; pip install 'samestep[extra]'"
+    assert (
+        str(error.value)
+        == f"{package!r} is not installed; in a clone of samestep: pip install -c constraints.txt '.[extra]'"
+    )
 
 
 def test_a_part_of_samestep_that_is_missing_is_a_mistake_of_ours() -> None:

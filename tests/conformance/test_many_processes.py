@@ -49,7 +49,7 @@ def begun(tmp_path_factory) -> Path:
 
 ENGINE = "torch" if suite.BACKEND == "torch" else "mpi"
 if ENGINE == "mpi" and not launch.mpiexec():
-    pytest.skip("needs mpiexec (pip install 'samestep[mpi]')", allow_module_level=True)
+    pytest.skip("needs mpiexec (pip install '.[mpi]')", allow_module_level=True)
 
 
 def started(count: int, folder: Path, *more: object) -> tuple[int, str, list[dict]]:

@@ -21,7 +21,7 @@ from samestep.errors import BackendMissing
 from samestep.processes import launch
 from samestep.processes.place import MEET, TORCHRUN
 
-needs_mpi = pytest.mark.skipif(not launch.mpiexec(), reason="needs mpiexec (pip install 'samestep[mpi]')")
+needs_mpi = pytest.mark.skipif(not launch.mpiexec(), reason="needs mpiexec (pip install '.[mpi]')")
 ENGINES = ["torch", pytest.param("mpi", marks=needs_mpi)]
 STARTER = """
 import sys
@@ -199,7 +199,7 @@ def test_the_engine_that_fits_a_script(
     assert launch.engine_for(file, None) == engine
     monkeypatch.setattr(launch, "mpiexec", lambda: None)
     if found and "torch" not in found:
-        message = f"several processes of {min(found)} need mpiexec; pip install 'samestep[mpi]'"
+        message = f"several processes of {min(found)} need mpiexec; in a clone of samestep: pip install '.[mpi]'"
         with pytest.raises(BackendMissing, match=re.escape(message)):
             launch.engine_for(file, None)
     else:
@@ -513,7 +513,9 @@ def test_the_variables_of_started_processes(platform: str, interface: str, monke
 def test_mpiexec_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "mpiexec", lambda: None)
     processes = launch.Processes(["it"], 2, {}, "mpi")
-    with pytest.raises(BackendMissing, match=r"^mpiexec is not there; pip install 'samestep\[mpi\]'$"):
+    with pytest.raises(
+        BackendMissing, match=r"^mpiexec is not there; in a clone of samestep: pip install '\.\[mpi\]'$"
+    ):
         processes.__enter__()
     processes.__exit__()
 

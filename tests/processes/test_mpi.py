@@ -39,7 +39,7 @@ def test_mpi4py_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(BackendMissing) as error:
         mpi.join(get, Place(0, 2, 0, 2, "", "mpi"), 1.0)
-    assert str(error.value) == "'mpi4py' is not installed; pip install 'samestep[mpi]'"
+    assert str(error.value) == "'mpi4py' is not installed; in a clone of samestep: pip install '.[mpi]'"
 
 
 def test_a_world_that_has_failed_is_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +450,7 @@ def test_mpi4py_without_mpi(kind: type[Exception], mpi4py: Any) -> None:
     mpi4py.__getattr__ = fail
     with pytest.raises(BackendMissing) as error:
         mpi.initialized(MANY, 1.0)
-    assert str(error.value) == "mpi4py finds no MPI (no libmpi.so); pip install 'samestep[mpi]'"
+    assert str(error.value) == "mpi4py finds no MPI (no libmpi.so); in a clone of samestep: pip install '.[mpi]'"
 
 
 def test_giving_up_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from samestep.processes import launch as launching
 from samestep.processes import torch as torch_world
 from samestep.processes.place import MEET
 
-needs_mpi = pytest.mark.skipif(not launching.mpiexec(), reason="needs mpiexec (pip install 'samestep[mpi]')")
+needs_mpi = pytest.mark.skipif(not launching.mpiexec(), reason="needs mpiexec (pip install '.[mpi]')")
 ENGINES = ["file", pytest.param("mpi", marks=needs_mpi)]  # torch.distributed, and MPI
 JOB = Path(process_job.__file__)
 DEADLINE = process_job.DEADLINE

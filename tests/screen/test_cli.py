@@ -707,7 +707,11 @@ def test_a_framework_that_is_not_installed(command: str, samestep: Samestep, mon
     there = find.installed
     monkeypatch.setattr(find, "installed", lambda name: None if name == "paddle" else there(name))
     done = samestep(command, "--backend", "paddle")
-    assert done == Done(2, "", "samestep: 'paddle' is not installed; pip install 'samestep[paddle]'\n")
+    assert done == Done(
+        2,
+        "",
+        "samestep: 'paddle' is not installed; in a clone of samestep: pip install -c constraints.txt '.[paddle]'\n",
+    )
     assert written() == []
 
 
@@ -1039,12 +1043,14 @@ def test_devices_without_a_framework(samestep: Samestep, monkeypatch: pytest.Mon
     from samestep.errors import BackendMissing
 
     def none() -> None:
-        raise BackendMissing("no framework is installed; pip install 'samestep[torch]'")
+        raise BackendMissing(
+            "no framework is installed; in a clone of samestep: pip install -c constraints.txt '.[torch]'"
+        )
 
     monkeypatch.setattr("samestep.backends.find.default", none)
     done = samestep("devices")
     assert done.status == 0
-    assert "no framework is installed; pip install 'samestep[torch]'" in done.out
+    assert "no framework is installed; in a clone of samestep: pip install -c constraints.txt '.[torch]'" in done.out
 
 
 def test_the_defaults_of_all_commands() -> None:

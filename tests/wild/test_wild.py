@@ -106,7 +106,7 @@ if suite.ASKED:  # `make test` has no time for these: the test above is on 1, 2 
         assert run.devices == ["cpu"] * count
         assert suite.outcome(run) == on_one(name)
 
-    @pytest.mark.skipif(ENGINE == "mpi" and not launch.mpiexec(), reason="needs mpiexec (pip install 'samestep[mpi]')")
+    @pytest.mark.skipif(ENGINE == "mpi" and not launch.mpiexec(), reason="needs mpiexec (pip install '.[mpi]')")
     @pytest.mark.parametrize("name", TRAINED)
     def test_two_processes_give_the_bits_of_one(name: str, two: list[dict[str, Any]]) -> None:
         assert [seen[name] for seen in two] == [on_one(name)] * 2

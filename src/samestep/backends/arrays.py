@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from numpy.typing import NDArray
+
 from samestep.backends import find
-from samestep.backends.base import Backend
+from samestep.backends.base import Array, Backend
 from samestep.devices import Device, cpu, gpu
 from samestep.errors import DevicesDiffer
 
@@ -32,7 +34,7 @@ def try_all_gpus(backend: str | Backend | None = None) -> list[Device]:
     return [gpu(i) for i in range(num_gpus(backend))] or [cpu()]
 
 
-def put(array: Any, device: Device | str, backend: str | Backend | None = None) -> Any:
+def put(array: Array, device: Device | str, backend: str | Backend | None = None) -> Array:
     """The array on the device: the same object when it is already there, else a copy.
 
     A NumPy array becomes an array of the framework (on the CPU without a copy, where the framework can do that).
@@ -40,12 +42,12 @@ def put(array: Any, device: Device | str, backend: str | Backend | None = None) 
     return (find.of_array(array) if backend is None else _backend(backend)).put(array, Device.of(device))
 
 
-def get(array: Any) -> Any:
+def get(array: Array) -> NDArray[Any]:
     """The array as NumPy, in host memory. This waits for the device."""
     return find.of_array(array).get(array)
 
 
-def device_of(array: Any) -> Device:
+def device_of(array: Array) -> Device:
     """The device an array is on."""
     return find.of_array(array).device_of(array)
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from samestep.training.step import ReplicaSums
 
 Array = Any  # an array of the framework
+Model = Any  # a model of the framework
 Vector = Any  # a flat vector of the framework
 Task = Callable[[], Any]
 # What frameworks say when memory has run out, and of how much was asked for.

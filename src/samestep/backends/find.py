@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from samestep.backends.base import Backend
-from samestep.errors import BackendMissing, WrongType
+from samestep.errors import BackendMissing, WrongType, install
 
 # Packages whose models, arrays, optimizers and schedules are a framework's.
 ALSO = {"flax": "jax", "jaxlib": "jax", "optax": "jax", "keras": "tensorflow"}
@@ -43,7 +43,7 @@ def check(name: str) -> None:
     if name not in FRAMEWORKS:
         raise WrongType(f"no backend {name!r}: samestep has {', '.join(FRAMEWORKS)}")
     if not installed(name):
-        raise BackendMissing(f"{name!r} is not installed; pip install 'samestep[{name}]'")
+        raise BackendMissing(f"{name!r} is not installed; {install(name)}")
 
 
 def load(name: str) -> Backend:
@@ -62,14 +62,14 @@ def imported(module: str, extra: str) -> Any:
         package = (error.name or "").split(".")[0]
         if package == "samestep":
             raise
-        raise BackendMissing(f"{package!r} is not installed; pip install 'samestep[{extra}]'") from None
+        raise BackendMissing(f"{package!r} is not installed; {install(extra)}") from None
 
 
 def default() -> Backend:
     """The framework already imported in this process, else the first one installed."""
     names = [name for name in FRAMEWORKS if name in sys.modules] or [name for name in FRAMEWORKS if installed(name)]
     if not names:
-        raise BackendMissing(f"no framework is installed; pip install 'samestep[{next(iter(FRAMEWORKS))}]'")
+        raise BackendMissing(f"no framework is installed; {install(next(iter(FRAMEWORKS)))}")
     return load(names[0])
 
 

@@ -7,11 +7,11 @@ others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samestep.backends import find
 from samestep.backends.arrays import same_device
-from samestep.devices import Device, resolve
+from samestep.devices import Device, Devices, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.processes.exchange import exchange
 from samestep.shards import Fold, cut
@@ -99,7 +99,7 @@ def _ring(backend: Backend, vectors: list[Vector], devices: list[Device]) -> lis
     return [backend.concat(row) for row in held]
 
 
-def split_batch(x: Array, y: Array, devices: Any) -> tuple[list[Array], list[Array]]:
+def split_batch(x: Array, y: Array, devices: Devices) -> tuple[list[Array], list[Array]]:
     """Cut a batch over devices: two lists, one piece of x and of y per device, sizes differing by at most one.
 
     Devices are named as for a Trainer: a list, a count, or "auto".

@@ -41,8 +41,8 @@ class Data:
     """
 
     def __init__(
-        self, train: Any, test: Any = None, *, transform: Callable[..., Any] | None = None, readers: int | None = None,
-        pad: Pad = None, pad_to: int = 1,
+        self, train: Tree, test: Tree | None = None, *, transform: Callable[..., Tree] | None = None,
+        readers: int | None = None, pad: Pad = None, pad_to: int = 1,
     ) -> None:  # fmt: skip
         if transform is not None and not callable(transform):
             raise WrongType(f"transform must be a function of (x, y, rng), got {show(transform)}")

@@ -159,3 +159,11 @@ def _read(weights: Any) -> Mapping[str, NDArray[Any]]:
         return load_file(weights)
     except (OSError, ValueError, SafetensorError) as error:
         raise Invalid(f"load: {weights} is not a safetensors file that can be read: {error}") from None
+
+
+def __getattr__(name: str) -> Any:  # `from samestep.models import torch` says what to install, if it is not there
+    from samestep.backends import find
+
+    if name in find.FRAMEWORKS:
+        return find.imported(f"samestep.models.{name}", name)
+    raise AttributeError(f"module 'samestep.models' has no attribute {name!r}")

@@ -19,6 +19,7 @@ from samestep.errors import Invalid
 from samestep.schedules.rates import RateLike
 
 Vector = Any  # a flat vector of any framework
+FrameworkOptimizer = Any  # of torch.optim, optax, keras.optimizers, paddle.optimizer or mxnet.optimizer
 State = dict[str, Vector]
 Updated = tuple[Vector, State]  # new weights, or the direction to them, and new slots
 

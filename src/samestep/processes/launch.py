@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from samestep.backends.find import ALSO, FRAMEWORKS
-from samestep.errors import BackendMissing
+from samestep.errors import BackendMissing, install
 from samestep.processes import rank as wrapper
 from samestep.processes.place import MEET, MPIEXEC, TORCHRUN
 from samestep.processes.world import gone
@@ -70,7 +70,7 @@ def engine_for(script: Path | None, backend: str | None) -> str:
     if mpiexec():
         return "mpi"
     if names and "torch" not in names:
-        raise BackendMissing(f"several processes of {min(names)} need mpiexec; pip install 'samestep[mpi]'")
+        raise BackendMissing(f"several processes of {min(names)} need mpiexec; {install('mpi')}")
     return "torch"
 
 
@@ -134,7 +134,7 @@ class Processes:
     def __enter__(self) -> Self:
         if self.engine == "mpi":
             if not (program := mpiexec()):
-                raise BackendMissing("mpiexec is not there; pip install 'samestep[mpi]'")
+                raise BackendMissing(f"mpiexec is not there; {install('mpi')}")
             env = {name: value for name, value in self._env.items() if not name.startswith("SLURM_")}  # on this host
             one = self._start([program, "-n", str(self.count)], env | {"HYDRA_LAUNCHER": "fork"})
             self._starters = [one] * self.count

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.errors import BackendMissing, Invalid, ProcessFailed
+from samestep.errors import BackendMissing, Invalid, ProcessFailed, install
 from samestep.processes.place import Place
 from samestep.processes.world import BYTES, VECTORS, Alone, Works, World, first_line
 
@@ -58,13 +58,13 @@ def initialized(place: Place, timeout: float) -> Any:
     try:
         import mpi4py
     except ImportError:
-        raise BackendMissing("'mpi4py' is not installed; pip install 'samestep[mpi]'") from None
+        raise BackendMissing(f"'mpi4py' is not installed; {install('mpi')}") from None
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise BackendMissing(f"mpi4py finds no MPI ({first_line(error)}); pip install 'samestep[mpi]'") from None
+        raise BackendMissing(f"mpi4py finds no MPI ({first_line(error)}); {install('mpi')}") from None
     if not MPI.Is_initialized():
         # MPI waits here for all processes, for ever. Called through ctypes it lets other threads of Python run meanwhile.
         watch = threading.Timer(timeout, _give_up, (ABSENT.format(timeout),))

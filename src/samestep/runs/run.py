@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from samestep.backends import find
+from samestep.backends.base import Model
 from samestep.devices import cpu
 from samestep.errors import Invalid
 from samestep.fingerprint import of_weights
@@ -72,7 +73,7 @@ class Run:
         return dict(self._tensors)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The trained model, in evaluation mode: one object, however often it is asked for.
 
         A run that was loaded from its folder has none. There, `run.model(my_model)` gives a copy of yours with its weights.
@@ -80,7 +81,7 @@ class Run:
         return self._model("model", self._tensors)
 
     @property
-    def average_model(self) -> Any:
+    def average_model(self) -> Model:
         """The same with the averaged weights."""
         if self.average is None:
             raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from samestep import draws, fingerprint
-from samestep.backends.base import Replica
+from samestep.backends.base import Model, Replica
 from samestep.backends.find import of_model
-from samestep.backends.losses import MEAN, Measure, Shape
+from samestep.backends.losses import MEAN, Measure, PerShard, Shape
 from samestep.checks import show
 from samestep.data.convert import named
 from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed
-from samestep.devices import resolve
+from samestep.devices import Devices, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers import rules
+from samestep.optimizers.rules import FrameworkOptimizer
 from samestep.processes import place
 from samestep.processes.world import World
 from samestep.runs import checkpoint
@@ -37,10 +38,12 @@ from samestep.training.measuring import checked, measured
 from samestep.training.recipe import agreed
 from samestep.training.replicas import Replicas
 from samestep.training.trainer import Trainer, matching
+from samestep.trees import Tree
 
 SETTINGS = {"gradient_clip_val", "gradient_clip_algorithm", "groups", "metrics", "threads_per_shard", "capture",
             "deterministic", "state", "timeout", "portable", "batch_size"}  # fmt: skip # of a Trainer
 FUNCTION = "function"  # stands in a file for a rate that cannot be stored
+Setting = Any  # of one of these
 ALIKE = SETTINGS - {"timeout", "capture"} | {"seed", "shards"}  # in all processes
 
 
@@ -59,8 +62,9 @@ class Group:
     """
 
     def __init__(
-        self, model: Any, *, optimizer: Any = None, shards: int = 8, devices: Any = "auto", loss: Any = None, seed: int = 0,
-        **settings: Any,
+        self, model: Model, *, optimizer: rules.Optimizer | FrameworkOptimizer | Callable[..., FrameworkOptimizer] = None,
+        shards: int = 8, devices: Devices = "auto", loss: Callable[[Any, Any], Any] | PerShard | None = None, seed: int = 0,
+        **settings: Setting,
     ) -> None:  # fmt: skip
         if unknown := settings.keys() - SETTINGS:
             raise Invalid(f"Group has no {', '.join(sorted(unknown))}: it takes {', '.join(sorted(SETTINGS))}")
@@ -78,7 +82,7 @@ class Group:
         self._replicas: Replicas | None = None
         self._kinds: list[str] = []  # of batches: names, types and shapes of their arrays
 
-    def step(self, x: Any, y: Any = None, lr: Any = None) -> Made:
+    def step(self, x: Tree, y: Tree | None = None, lr: float | None = None) -> Made:
         """Make one update from a batch: x and y, or the whole batch as one dictionary.
 
         lr is the rate; None: that of the optimizer, at the number of steps made so far if it is a schedule.
@@ -96,13 +100,13 @@ class Group:
             self.steps += 1
             return Made(self.steps, examples, replicas, numbers, replicas.replicas[0].fingerprint(), self._shape)
 
-    def evaluate(self, x: Any, y: Any = None) -> dict[str, float | None]:
+    def evaluate(self, x: Tree, y: Tree | None = None) -> dict[str, float | None]:
         """Loss, accuracy and metrics of these examples, in evaluation mode."""
         with self._at_work(x, y, "evaluation") as (replicas, feed):
             return replicas.evaluate(feed, self._shape.classes)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """A model of the framework with the weights of now, in evaluation mode."""
         first = self._first()
         return first.backend.evaluating(first.model())
@@ -141,7 +145,7 @@ class Group:
             replicas.world.collect(b"")
 
     @staticmethod
-    def load(path: str | os.PathLike[str], model: Any, **settings: Any) -> Group:
+    def load(path: str | os.PathLike[str], model: Model, **settings: Setting) -> Group:
         """The group that `save` wrote, around a model of the same kind; seed, shards and an optimizer of samestep's are known,
         with the rate that it was given.
 
@@ -170,7 +174,7 @@ class Group:
 
     def _optimizer(self) -> dict[str, Any]:
         """samestep's own optimizer as its class and settings."""
-        optimizer = self.settings.optimizer
+        optimizer: Any = self.settings.optimizer
         if type(optimizer).__module__ != rules.__name__:
             return {"optimizer": None}
         fields = {name: value for name, value in dataclasses.asdict(optimizer).items() if name != "lr"}

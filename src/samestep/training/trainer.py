@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 from samestep import draws, portable
-from samestep.backends.base import Backend
+from samestep.backends.base import Array, Backend, Model
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
 from samestep.backends.losses import PerShard
 from samestep.checks import MOST, choice, flag, show, texts, whole
@@ -20,14 +20,14 @@ from samestep.data.convert import named
 from samestep.data.examples import Arrays, Data
 from samestep.data.feed import Feed
 from samestep.data.readers import NAME, UNGUARDED
-from samestep.devices import Device, resolve
+from samestep.devices import Device, Devices, resolve
 from samestep.errors import Invalid, WrongType
 from samestep.optimizers.averaging import Average
 from samestep.optimizers.grouping import Groups, check_groups
-from samestep.optimizers.rules import Optimizer, Rated, adagrad, adam, adamw, sgd, sgld
+from samestep.optimizers.rules import FrameworkOptimizer, Optimizer, Rated, adagrad, adam, adamw, sgd, sgld
 from samestep.processes import place
 from samestep.processes.world import World
-from samestep.runs.checkpoint import parse
+from samestep.runs.checkpoint import Tensors, parse
 from samestep.runs.recipe import ACCEPT
 from samestep.runs.run import Run
 from samestep.schedules.plateau import Plateau
@@ -36,6 +36,7 @@ from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
 from samestep.training.measuring import check_metrics, checked, measured
 from samestep.training.replicas import Replicas
+from samestep.trees import Tree
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Trainer:
     average            samestep.swa(...), ema(...) or path_average(): also average the weights over their path
     run_dir            the folder to write the run to; None writes nothing
     checkpoint_every   a number of steps, or a text such as "1 epoch" or "30 s"; None writes no checkpoints
-    keep_checkpoints   how many of the last ones are kept, beside the best one at the end of an epoch
+    keep_checkpoints   how many of the latest checkpoints are kept; the best one, of those at the end of an epoch, is kept too
     monitor, mode      the column of the history that says which is the best, and that a Plateau follows, such as "test_top5";
                        mode="max" if more is better; None: the test loss (the training loss without test examples)
     patience           stop early, after so many epochs in a row that were not better in that column; None: never
@@ -86,8 +87,8 @@ class Trainer:
     batch_size: int = 256
     _: KW_ONLY
     shards: int = 8
-    devices: Any = "auto"
-    optimizer: Any = field(default_factory=sgd)
+    devices: Devices = "auto"
+    optimizer: Optimizer | FrameworkOptimizer | Callable[..., FrameworkOptimizer] = field(default_factory=sgd)
     schedule: RateLike = None
     lr: RateLike = None
     groups: Groups = field(default_factory=dict)
@@ -203,10 +204,12 @@ class Trainer:
         self.schedule = self.lr = None
         for name, value in given.items():
             self.schedule = check_schedule("", name, value)
-        if own is not None:
+        if isinstance(self.optimizer, Rated):
             self.optimizer = replace(self.optimizer, lr=None)
 
-    def fit(self, model: Any, data: Any, weights: Any = None) -> Run:
+    def fit(
+        self, model: Model, data: Data | Tree, weights: Tensors | Run | str | os.PathLike[str] | None = None
+    ) -> Run:
         """Train a copy of the model and return the run; the model itself is left as it was.
 
         `weights` to start from, instead of the model's, all or some of them: a dictionary by name, a Run, the folder of a
@@ -244,7 +247,7 @@ class Trainer:
                 world.fail(error)
                 raise
 
-    def evaluate(self, model: Any, data: Any) -> dict[str, Any]:
+    def evaluate(self, model: Model, data: Data | Tree) -> dict[str, float | None]:
         """Loss and accuracy of a model on the test examples (the training examples if there are no others)."""
         backend, data = matching(model, data, loss=self.loss)
         with self.session(backend) as (devices, world), ExitStack() as last, heard():
@@ -259,13 +262,13 @@ class Trainer:
             found = group.evaluate(feed, shape.classes)
         return {**found, "examples": len(examples)}
 
-    def prepare_batch(self, batch: Sequence[Any]) -> list[Any]:
+    def prepare_batch(self, batch: Sequence[Array]) -> list[Array]:
         """The arrays of a batch on the first device of this trainer."""
         backend = of_array(batch[0])
         device = resolve(self.devices, self.shards, backend)[0]
         return [backend.put(array, device) for array in batch]
 
-    def prepare_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Model) -> Model:
         """A copy of the model on the first device of this trainer."""
         backend = of_model(model)
         device = resolve(self.devices, self.shards, backend)[0]

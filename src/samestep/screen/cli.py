@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,9 +29,10 @@ from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
 from samestep.processes.launch import engine_for, launch
-from samestep.processes.place import MEET
+from samestep.processes.place import COMMAND, MEET
 from samestep.screen import job
 from samestep.screen.ending import report
+from samestep.signals import Signals
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 out = Console(highlight=False, soft_wrap=True)
@@ -103,6 +105,7 @@ def train(
         "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
         "portable": portable or None, "accept": accept,
     }  # fmt: skip
+    os.environ[COMMAND] = shlex.join(["samestep", *sys.argv[1:]])
     if portable:
         switch.set_up()  # before a framework starts
     if processes is not None and whole("", "--processes", processes, 1) > 1 and MEET not in os.environ:
@@ -306,6 +309,7 @@ def run() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as ended:
-        sys.exit(report(ended) if isinstance(ended.code, str) else ended.code)
+        interrupted = 130 if Signals.came else 0  # a fit has ended early, and what came after it went well
+        sys.exit(report(ended) if isinstance(ended.code, str) else ended.code or interrupted)
     except Exception as error:
         sys.exit(report(error))

@@ -55,8 +55,8 @@ def train(name: str, framework: str, momentum: float | None, given: dict[str, An
         run = trainer.fit(getattr(models, name)(seed=trainer.seed), fashion_mnist())
     finally:
         TITLE.reset(title)
-    if run.rank:
-        return  # the first process speaks for all
+    if run.rank or run.interrupted:
+        return  # the first process speaks for all; of an interrupted one the fit has said how to resume it
     last, seconds = run.history[-1], [row["seconds"] for row in run.history]
     speed = f"{sum(seconds) / len(seconds):.2f} s/epoch, on {', '.join(run.devices)}"
     out.print(f"test accuracy {last['test_accuracy']:.4f}, {speed}\nfingerprint {run.fingerprint}")

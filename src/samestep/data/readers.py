@@ -51,9 +51,10 @@ class Workers:
         return answer
 
     def close(self) -> None:
-        for process, ours, file, _ in self._idle:
+        for _, ours, file, _ in self._idle:
             file.close()
             ours.close()
+        for process, *_ in self._idle:  # which end side by side
             process.join(1)
             process.kill()  # if it has not ended by itself
             process.join()

@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy.py [--backend torch] [--seeds 5] [--python PYTHON]
 
-Every run is `samestep train --model lenet --backend NAME` in a process of its own, with PYTHON: MXNet has one of its own. What each framework
-gave is kept apart. The chapter's editions print one run each: test accuracies of .83 to .85.
+Every run is `samestep train --model lenet --backend NAME` in a process of its own, with PYTHON: MXNet has one of its own. What
+each framework gave is kept apart. The chapter's editions print one run each: test accuracies of .83 to .85.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from samestep.processes.launch import TOLD
 from samestep.processes.place import MEET, OVERRIDES
 from samestep.runs import verify
 from samestep.screen import cli
-from samestep.screen.ending import report
+from samestep.screen.ending import LATER, report
 
 RANDOM = np.random.default_rng(0)
 TRAIN, TEST = ((RANDOM.random((n, 1, 28, 28), np.float32), RANDOM.integers(0, 10, n)) for n in (64, 32))
@@ -666,24 +666,27 @@ def test_an_error_of_a_command_itself_shows_what_led_there_without_typer(
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "said"),
+    ("error", "rank", "said", "turn"),
     [
-        (Invalid("bad"), 0, "samestep: bad\n"),
-        (Invalid("bad"), 2, "rank 2: samestep: bad\n"),
-        (SystemExit("no data"), 1, "rank 1: no data\n"),
-        (ProcessFailed("rank 2 failed: KeyError"), 0, "samestep: rank 2 failed: KeyError\n"),
-        (ProcessFailed("rank 2 failed: KeyError"), 1, ""),
-        (ProcessFailed("rank 0 is gone"), 1, "samestep: rank 0 is gone\n"),
-        (ProcessFailed("rank 0 is gone"), 2, ""),
+        (Invalid("bad"), 0, "samestep: bad\n", 0),
+        (Invalid("bad"), 2, "rank 2: samestep: bad\n", 1),
+        (SystemExit("no data"), 1, "rank 1: no data\n", 1),
+        (ProcessFailed("rank 2 failed: KeyError"), 0, "samestep: rank 2 failed: KeyError\n", 2),
+        (ProcessFailed("rank 2 failed: KeyError"), 1, "", 2),
+        (ProcessFailed("rank 0 is gone"), 1, "samestep: rank 0 is gone\n", 0),
+        (ProcessFailed("rank 0 is gone"), 2, "", 0),
     ],
 )
 def test_who_speaks_where_another_launcher_started_the_processes(
-    error: BaseException, rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, rank: int, said: str, turn: int, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Rank 0 of what all met, then whoever met it, then rank 0 of what it heard: torchrun ends those that come later."""
+    waited = list[float]()
+    monkeypatch.setattr("samestep.screen.ending.time", SimpleNamespace(sleep=waited.append))
     monkeypatch.delenv(TOLD, raising=False)
     monkeypatch.setenv("RANK", str(rank))
     assert report(error) == (1 if isinstance(error, SystemExit) else 2)
-    assert capsys.readouterr() == ("", said)
+    assert (capsys.readouterr(), waited) == (("", said), [turn * LATER])
 
 
 @pytest.mark.parametrize("given", ["--devices 5", "--lr nan", "--epochs 0", "--devices tpu", "--run-dir /proc/nope"])

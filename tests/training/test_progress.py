@@ -191,6 +191,8 @@ def test_the_bar_fits(
 def test_the_bar_of_a_run_that_goes_on_begins_where_it_was(
     clock: SimpleNamespace, live: Callable[..., tuple[Any, Screen]]
 ) -> None:
+    _, screen = live(event=START | {"event": "resume", "step": 60})  # which is complete
+    assert drawn(screen)[0].startswith("epoch  12/12  step 60/60  ━━━")
     shown, screen = live(event=START | {"event": "resume", "step": 5})
     assert drawn(screen)[0].startswith("epoch   2/12  step 5/60  ━━━━━─")
     clock.now = 3.0

@@ -74,7 +74,7 @@ class Display:
         if event["event"] == "resume":
             self.say(f"going on after step {event['step']}")
         self.began = self.since = time.perf_counter()
-        self._draw(self.first * self.epochs // self.steps + 1, self.first, [])
+        self._draw(min(self.first * self.epochs // self.steps + 1, self.epochs), self.first, [])
 
     _resume = _start
 

@@ -472,9 +472,9 @@ def main(job: str, folder: str, settings: str = "{}") -> None:
     stopped: list[int] = []
     stop = fit.Fit.stop
 
-    def stopping(self: Any) -> None:
+    def stopping(self: Any, number: int) -> None:
         stopped.append(self.step)
-        stop(self)
+        stop(self, number)
 
     fit.Fit.stop = stopping  # type: ignore[method-assign]
 

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -706,7 +707,9 @@ def test_samestep_train_stops_with_a_checkpoint(number: signal.Signals, tmp_path
     assert not any(is_running(rank["pid"]) for rank in told)
     [step] = told[0]["stopped"]
     assert told[1]["stopped"] == [step]
-    assert said == f"stopped after step {step}; fit with run_dir={str(folder)!r} goes on from there\n"
+    rest = [str(JOB), "--processes", "2", "--", "one", str(tmp_path), json.dumps(given)]
+    line = shlex.join(["samestep", "train", "--run-dir", str(folder), *rest])
+    assert said == f"interrupted after step {step} of 300000: to resume it, {line}\n"
     assert status == 128 + number
     epochs = step // 3 + 1
     whole = process_job.trained("seven shards", tmp_path, 1, max_epochs=epochs)[2]

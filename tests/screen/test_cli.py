@@ -11,6 +11,8 @@ import inspect
 import io
 import json
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,10 +32,12 @@ from samestep.backends import find
 from samestep.d2l import fashion
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes.launch import TOLD
-from samestep.processes.place import MEET, OVERRIDES
+from samestep.processes.place import COMMAND, MEET, OVERRIDES
 from samestep.runs import verify
 from samestep.screen import cli
 from samestep.screen.ending import LATER, report
+from samestep.signals import Signals
+from samestep.training.fit import Fit
 
 RANDOM = np.random.default_rng(0)
 TRAIN, TEST = ((RANDOM.random((n, 1, 28, 28), np.float32), RANDOM.integers(0, 10, n)) for n in (64, 32))
@@ -71,6 +75,8 @@ def samestep(capsys: pytest.CaptureFixture[str]) -> Samestep:
             patch.setattr(sys, "argv", ["samestep", *map(str, arguments)])
             patch.setattr(sys, "path", sys.path[:])
             patch.setenv(OVERRIDES, "{}")
+            patch.setenv(COMMAND, "")
+            patch.setattr(Signals, "came", 0)
             with pytest.raises(SystemExit) as ended:
                 cli.run()
                 sys.exit(0)
@@ -372,6 +378,58 @@ def test_export(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
     best = min(run.history, key=lambda row: row["test_loss"])["step"]
     done = samestep("export", "run", "[b].safetensors", "--best")
     assert done == Done(0, f"[b].safetensors: the weights after step {best}\n", "")
+
+
+STOPS = """
+import signal
+from pathlib import Path
+import numpy as np
+import torch
+import samestep as ss
+
+torch.manual_seed(0)
+x = np.random.default_rng(0).standard_normal((40, 5)).astype("float32")
+
+def rate(t):
+    if t == 5 and not list(Path("run").glob("checkpoints/*")):
+        signal.raise_signal(signal.SIGINT)
+    return 0.1
+
+trainer = ss.Trainer(4, 10, devices=1, schedule=rate, run_dir="run", checkpoint_every=99, progress=False)
+run = trainer.fit(torch.nn.Linear(5, 2), (x, np.arange(40) % 2))
+print(run.interrupted, len(run.fingerprints))
+"""
+
+
+def test_an_interrupted_script_goes_on_after_its_fit_and_can_be_resumed(samestep: Samestep) -> None:
+    """Rates are asked for before an epoch: the signal is there at the beginning of the second."""
+    Path("my script.py").write_text(STOPS)
+    done = samestep("train", "my script.py", "--devices", 2)
+    assert (done.status, done.out) == (130, "True 5\n")
+    line = "samestep train --run-dir run 'my script.py' --devices 2"
+    assert done.err == f"interrupted after step 5 of 16: to resume it, {line}\n"
+    assert ss.Run.load("run").interrupted
+    done = samestep(*shlex.split(line)[1:])
+    assert (done.status, done.out, done.err) == (0, "False 16\n", "")
+
+
+def test_an_interrupted_job_says_how_to_resume_it(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, sent = Fit.look, list[int]()
+
+    def look(self: Fit, *given: Any) -> Any:
+        if self.step == 2 and not sent:
+            sent.append(self.step)
+            signal.raise_signal(signal.SIGINT)
+        return looked(self, *given)
+
+    monkeypatch.setattr(Fit, "look", look)
+    monkeypatch.setattr("samestep.training.fit.LIVE", 0)
+    done = samestep("train", *QUICK, "--run-dir", "run")
+    assert (done.status, done.out) == (130, "")
+    assert re.search(r"\ninterrupted after step \d of \d+: to resume it, samestep train .*--run-dir run\n$", done.err)
+    done = samestep("train", *QUICK, "--run-dir", "run")
+    assert done.status == 0
+    assert "going on after step" in done.err
 
 
 def weights_in(path: str) -> str:

@@ -28,6 +28,8 @@ from samestep.runs.log import Event, events
 from samestep.runs.recipe import read_recipe
 from samestep.schedules.algebra import Schedule
 
+State = Any  # weights, as a framework's own loader takes them
+
 
 @dataclass(repr=False)
 class Run:
@@ -94,7 +96,7 @@ class Run:
             self._made[name] = self._maker(tensors)
         return self._made[name]
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> State:
         """The weights as the framework's own loader takes them.
 
         load_state_dict of PyTorch, set_state_dict of Paddle, set_weights of Keras, mxnet.nd.save and load_parameters of gluon,

@@ -56,10 +56,9 @@ def stopped(step: int, last: int, folder: Path | None) -> str:
     if folder is None:
         return told + "fit returns the run so far; with a run_dir it could be resumed"
     command = os.environ.get(COMMAND, "")
-    own = "" if "--run-dir" in command else f" --run-dir {shlex.quote(str(folder))}"
-    return told + (
-        f"to resume it, {command}{own}" if command else f"to resume it, fit again with run_dir={str(folder)!r}"
-    )
+    if "--run-dir" not in command:  # it is in the script, or follows from the time
+        command = command.replace("train", f"train --run-dir {shlex.quote(str(folder))}", 1)
+    return f"{told}to resume it, {command or f'fit again with run_dir={str(folder)!r}'}"
 
 
 class Fit:

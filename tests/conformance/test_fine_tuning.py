@@ -34,7 +34,7 @@ def one(tensors, pattern):
     return np.array(tensors[name])
 
 
-@pytest.mark.parametrize("optimizer", [ss.adamw(), ss.sgld(0.01)], ids=repr)
+@pytest.mark.parametrize("optimizer", [ss.adamw(), ss.sgld(temperature=0.01)], ids=repr)
 def test_a_group_moves_as_all_weights_do_with_its_settings(optimizer):
     """After one step, to the bit; and weights of no group as if there were no groups."""
     plain, half = fit(optimizer=optimizer), fit(optimizer=optimizer, schedule=0.125)

@@ -325,7 +325,7 @@ def test_what_threads_may_read_is_read_by_threads(kind: str, plain: ss.Run, tmp_
         (sources.Table(X, np.where(np.arange(50) == BAD, 7, 1)), Invalid, "train y: labels must be from 0 to 2, as the model "
          "gives 3 scores, got labels from 1 to 7"),
         (sources.Failing(ValueError, "no such row"), WrongType, "train[indices] must give a pair of arrays (x, y) for an array "
-         "of indices, but Failing raised ValueError: no such row"),
+         "of indices, but Failing raised ValueError: no such row (sources.py, line 82)"),
     ],
 )  # fmt: skip
 def test_an_error_is_the_same_whoever_reads(

@@ -344,7 +344,7 @@ def test_a_run_goes_on_with_other_processes(
     [
         ("file", 0, "terminate", 143),
         ("file", 2, "terminate", 143),
-        ("file", 1, "interrupt", 1),
+        ("file", 1, "interrupt", 0),  # all scripts go on with the run so far
         pytest.param("mpi", 2, "terminate", 143, marks=needs_mpi),
     ],
 )
@@ -355,12 +355,13 @@ def test_a_signal_to_one_process_stops_all_at_one_step(
     given = {"run_dir": str(folder), f"rank {who}": {"befall": [how, 0, "middle"]}, "name": "bands"}
     ranks = launch(3, "one", engine, checkpoint_every=1000, **given).end()
     if engine == "file":
-        assert [seen.status for seen in ranks] == [status if rank == who else 143 for rank in range(3)]
+        assert [seen.status for seen in ranks] == [status] * 3
     else:
         assert {seen.status for seen in ranks} <= {143, -signal.SIGKILL}  # mpiexec kills those that have not ended yet
     assert [seen.told["stopped"] for seen in ranks] == [[2]] * 3  # the step in which it came, and the one after it
-    said = f"stopped after step 2; fit with run_dir={str(folder)!r} goes on from there\n"
-    assert [said in seen.output for seen in ranks] == ([True, False, False] if engine == "file" else [True] * 3)
+    said = rf"interrupted after step 2 of \d+: to resume it, fit again with run_dir='{re.escape(str(folder))}'\n"
+    told = [bool(re.search(said, seen.output)) for seen in ranks]
+    assert told == ([True, False, False] if engine == "file" else [True] * 3)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000002.safetensors"]
     for seen in launch(2, "one", devices=2, run_dir=str(folder), name="bands").end():
         assert seen.told["resumed"] == 2

@@ -721,7 +721,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return made
 
 
-FIRST = SimpleNamespace(fingerprints=["aa", "bb"], fingerprint="bb", recipe={"shards": "4"})
+FIRST = SimpleNamespace(fingerprints=["aa", "bb"], fingerprint="bb", recipe={"shards": "4"}, interrupted=False)
 
 
 def does(monkeypatch: pytest.MonkeyPatch, *told: str, status: int = 0) -> None:
@@ -814,6 +814,12 @@ def test_a_run_that_cannot_be_read_has_failed(runs: Runs, monkeypatch: pytest.Mo
     monkeypatch.setattr(Run, "load", damaged)
     runs.run(Way(2))
     assert runs.report.runs == [Row("2 devices", "2-devices", "FAILED", message="2-devices is damaged")]
+
+
+def test_a_run_that_was_interrupted_has_failed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "load", lambda folder: SimpleNamespace(**vars(FIRST) | {"interrupted": True}))
+    runs.run(Way(2))
+    assert runs.report.runs == [Row("2 devices", "2-devices", "FAILED", message="it was interrupted: no memory")]
 
 
 def test_what_is_the_same(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

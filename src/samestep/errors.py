@@ -19,7 +19,7 @@ def lines(error: BaseException) -> list[types.TracebackType]:
     while at:
         file, module = at.tb_frame.f_code.co_filename, str(at.tb_frame.f_globals.get("__name__"))
         others = file.startswith((PYTHON, "<frozen")) or any(name in file for name in INSTALLED)
-        found += [] if others or module.partition(".")[0] == "samestep" else [at]
+        found += [] if others or module.partition(".")[0] in ("samestep", "typer", "click") else [at]
         at = at.tb_next
     return found
 

@@ -83,7 +83,7 @@ PAIRS = [
         decayed(0.01, lambda lr: optax.sgd(lr, momentum=0.9, nesterov=True)),
     ),
     (adam(), optax.adam),
-    (adam(0.8, 0.95, 1e-3), lambda lr: optax.adam(lr, 0.8, 0.95, 1e-3)),
+    (adam(beta1=0.8, beta2=0.95, eps=1e-3), lambda lr: optax.adam(lr, 0.8, 0.95, 1e-3)),
     (adam(weight_decay=0.01), decayed(0.01, optax.adam)),
     (adamw(weight_decay=0.1), lambda lr: optax.adamw(lr, weight_decay=0.1)),
 ]

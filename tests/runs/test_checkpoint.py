@@ -162,7 +162,7 @@ def test_what_a_checkpoint_says_about_itself(made: tuple[ss.Run, Path]) -> None:
         told = [event for event in map(json.loads, log[: about["events"]].splitlines()) if event["event"] == "steps"]
         numbers = [[*one, *other] for event in told for one, other in zip(event["loss"], event["hits"], strict=True)]
         assert tensors.get("log:numbers", np.zeros(0)).tolist() == numbers[step // 3 * 3 :]
-        assert about["average"] == sum([float(np.float32(0.1))] * step)  # a rate of 0.1 was applied so often
+        assert about["average"] == sum([float(np.float32(0.001))] * step)  # Adam's own rate was applied so often
         assert about["metric"] == (run.history[-1]["test_loss"] if step == 6 else None)
         assert log[about["events"] - 1 : about["events"]] == b"\n"
         assert about["events_sha256"] == hashlib.sha256(log[: about["events"]]).hexdigest()
@@ -847,7 +847,7 @@ def test_a_fit_goes_on_while_the_disk_hangs(folder: Path, monkeypatch: pytest.Mo
         if t == 3 * STEPS:
             assert paths(folder) == []
             begun.set()
-        return 0.1
+        return 0.001
 
     monkeypatch.setattr(checkpoint, "write", hang)
     run = fit(run_dir=folder, max_epochs=4, checkpoint_every=1, schedule=schedule)

@@ -171,7 +171,9 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def fit(self: ss.Trainer, *given: object) -> object:
         seen.append(self)
         history = [{"test_accuracy": 0.25 * i, "seconds": 1.25 * i} for i in (1, 2, 3)]
-        return SimpleNamespace(rank=0, history=history, devices=["cpu", "gpu"], fingerprint="ab", folder=self.run_dir)
+        return SimpleNamespace(
+            rank=0, history=history, devices=["cpu", "gpu"], fingerprint="ab", folder=self.run_dir, interrupted=False
+        )
 
     monkeypatch.setattr(ss.Trainer, "fit", fit)
     return seen

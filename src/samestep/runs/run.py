@@ -8,6 +8,7 @@ weights.safetensors  the final weights, by name
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -149,7 +150,10 @@ class Run:
         if run.fingerprint:
             run._tensors, run.average = read_weights(folder, run.fingerprint, log[-1].get("average"))
         else:
-            run._take(last_checkpoint(folder))
+            found, path = last_checkpoint(folder), folder / "events.jsonl"
+            if hashlib.sha256(path.read_bytes()[: found.about["events"]]).hexdigest() != found.about["events_sha256"]:
+                raise Invalid(f"{path} is damaged: it ends before the checkpoint of step {found.step}")
+            run._take(found)
         return run
 
     def _take(self, found: Checkpoint) -> None:

@@ -85,6 +85,18 @@ def test_labels_that_are_equal_in_the_first_batch_hide_nothing():
     assert str(caught.value) == COLUMN
 
 
+def test_an_error_of_the_model_stands_alone_also_with_float64():
+    data = suite.data("mlp_with_dropout", 20)
+    with pytest.raises(Exception) as caught:
+        ss.Trainer(1, 10, devices="cpu", progress=False).fit(
+            suite.zoo.mlp_with_dropout(), (data.train.x[:, :, :20].astype("float64"), data.train.y)
+        )
+    chain, one = [], caught.value
+    while one := one.__cause__ or (None if one.__suppress_context__ else one.__context__):
+        chain.append(one)
+    assert not [one for one in chain if type(one).__module__.startswith("samestep")]
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_float64_for_a_float32_model(devices):
     def run(kind):

@@ -717,7 +717,7 @@ def test_progress_says_that_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFix
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3  # what is trained, where it goes on, and the one epoch that was left
     assert "2 x cpu" in lines[0]
-    assert lines[1] == "going on after step 5"
+    assert lines[1] == "resumed after step 5"
     assert lines[2].startswith("epoch   2/2 ")
 
 

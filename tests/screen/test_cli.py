@@ -324,7 +324,7 @@ def test_train_goes_on_where_it_was(samestep: Samestep) -> None:
     assert sorted(path.name for path in Path("run/checkpoints").iterdir())[-1] == "step-000000004.safetensors"
     done = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "run", "--devices", 3)
     assert fingerprint(done) == fingerprint(whole)
-    assert "going on after step 4" in done.err.splitlines()
+    assert "resumed after step 4" in done.err.splitlines()
     again = samestep("train", *QUICK, "--epochs", 3, "--run-dir", "run", "-q")
     assert (fingerprint(again), again.err) == (fingerprint(whole), "")
 
@@ -335,7 +335,7 @@ def test_train_goes_on_from_another_folder(samestep: Samestep) -> None:
     for source, folder in (("old", "one"), ("old/checkpoints/step-000000004.safetensors", "two")):
         done = samestep("train", *QUICK, "--epochs", 2, "--resume", source, "--run-dir", folder)
         assert fingerprint(done) == fingerprint(whole)
-        assert "going on after step 4" in done.err.splitlines()
+        assert "resumed after step 4" in done.err.splitlines()
 
 
 def test_what_train_cannot_go_on_from_is_one_line(samestep: Samestep) -> None:
@@ -431,7 +431,7 @@ def test_an_interrupted_job_says_how_to_resume_it(samestep: Samestep, monkeypatc
     assert re.search(r"\ninterrupted after step \d of \d+: to resume it, samestep train .*--run-dir run\n$", done.err)
     done = samestep("train", *QUICK, "--run-dir", "run")
     assert done.status == 0
-    assert "going on after step" in done.err
+    assert "resumed after step" in done.err
 
 
 def weights_in(path: str) -> str:

@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_says_from_where() -> None:
     shown(START)
     first = screen.take()
     shown(json.loads(json.dumps(START | {"event": "resume", "step": 7})))  # as the folder of the run has it
-    assert screen.take() == f"{first}going on after step 7\n"
+    assert screen.take() == f"{first}resumed after step 7\n"
     shown(EPOCH)
     assert screen.take().startswith("epoch   2/12 ")
 

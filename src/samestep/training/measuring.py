@@ -56,12 +56,15 @@ def measured(settings: Trainer, backend: Backend, model: Any, examples: Arrays |
     x, y = examples.read(np.arange(1), settings.seed, 0)
     measure = Measure(settings.loss, MEAN, check_metrics(settings.metrics), backend.style(model, x, y is x))
     with heard(False):  # but not while the model itself computes
+        told, name = "", f"{examples.name} x"
         try:
-            shape = backend.probe(model, measure, x, y, f"{examples.name} x")
-        except Wide as told:
-            shape = backend.probe(model, measure, *narrowed(x, y), f"{examples.name} x")
+            shape = backend.probe(model, measure, x, y, name)
+        except Wide as wide:
+            told = str(wide)
+        if told:  # not in the `except`: an error of the model's own stands alone
+            shape = backend.probe(model, measure, *narrowed(x, y), name)
             if place.find().rank == 0:
-                warnings.warn(str(told), stacklevel=4)
+                warnings.warn(told, stacklevel=4)
     return shape, replace(measure, kind=shape.kind)
 
 

@@ -72,7 +72,7 @@ class Display:
             self.say(TITLE.get())
         self.say(f"{model} on {names}: {steps}, {event['shards']} shards a step")
         if event["event"] == "resume":
-            self.say(f"going on after step {event['step']}")
+            self.say(f"resumed after step {event['step']}")
         self.began = self.since = time.perf_counter()
         self._draw(min(self.first * self.epochs // self.steps + 1, self.epochs), self.first, [])
 

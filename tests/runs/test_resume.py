@@ -1753,7 +1753,8 @@ def test_processes_that_get_a_signal_and_one_that_shall_not_disturb_them(jobs: l
     for job, number in zip(jobs, HANDLERS, strict=True):
         wait_until(functools.partial(caught_by, job.process.pid, number))
         status, out, err = job.end()
-        assert (status, err) == (143 if number == signal.SIGTERM else 0, message(7, job.folder))
+        line = f"samestep train {__file__} --run-dir {job.folder} -- {job.go}"
+        assert (status, err) == (128 + number, f"interrupted after step 7 of {STEPS * EPOCHS}: to resume it, {line}\n")
         assert (out == "") == (number == signal.SIGTERM)  # the script goes on with the run so far
         run = fit(case, run_dir=job.folder, devices=2)
         assert run.resumed == 7

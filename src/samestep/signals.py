@@ -78,8 +78,11 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT) if _here() else ():
-            before = signal.getsignal(number)
-            if self._folder or (number == signal.SIGINT and callable(before)):  # nohup has it ignored
+            before: Any = signal.getsignal(number)
+            users = _guard._before if _guard and number == signal.SIGINT else before
+            if (
+                self._folder or users is signal.default_int_handler
+            ):  # not one of the user's own, and not ignored, as in the background
                 self._before[number] = before
                 signal.signal(number, self._ask)
         return self

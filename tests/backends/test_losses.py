@@ -144,6 +144,8 @@ def test_labels_of_another_shape_are_refused() -> None:
     with pytest.raises(Invalid) as error:
         described(None, np.zeros((1, 7)), np.zeros((1, 2, 3), int))
     assert str(error.value) == "labels must be of shape (n,), got (n, 2, 3): use y.reshape(-1)"
+    with pytest.raises(Invalid, match=r"^labels must be of shape \(n,\), got \(n, 7\): use y.argmax\(1\)$"):  # one-hot
+        described(None, np.zeros((1, 7)), np.eye(7, dtype=int)[:1])
 
 
 def test_the_type_of_the_weights() -> None:

@@ -1,5 +1,7 @@
 """What a fit gives back: one model in evaluation mode, weights for the framework's own loader, the best epoch, a loaded run."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,8 @@ import samestep as ss
 from conformance import suite
 from samestep.backends import find
 from samestep.errors import Invalid
+from samestep.fingerprint import of_weights
+from samestep.runs import checkpoint
 
 N, MODEL = 46, "mlp_with_dropout"
 BACKEND = find.load(suite.BACKEND)
@@ -102,6 +106,30 @@ def test_the_run_at_its_best_epoch(folder, tmp_path):
     assert fit(**settings, monitor="test_loss", mode="max").best.history[-1]["epoch"] == 3
 
 
+def test_a_loaded_run_takes_a_model_and_no_array(tmp_path):
+    fit(run_dir=tmp_path / "run", max_epochs=1)
+    back = ss.Run.load(tmp_path / "run")
+    with pytest.raises(TypeError, match=r"^a loaded run has no model yet: model\(my_model\) takes one of yours, got "):
+        back.model(ss.put(np.zeros(3, "float32"), "cpu", suite.BACKEND))
+    assert repr(copy.deepcopy(back.model)) == repr(back.model)
+    assert back == ss.Run.load(tmp_path / "run")
+    for tensor in back.state_dict().values():
+        if (array := ss.get(tensor)).flags.writeable:  # JAX's are not
+            array[...] = 7  # the user's own
+    assert back == ss.Run.load(tmp_path / "run")
+    assert of_weights(back.weights()) == back.fingerprint
+
+
+def test_a_damaged_best_checkpoint_is_passed_over(tmp_path):
+    run = fit(run_dir=tmp_path / "run", keep_checkpoints=3)
+    files = {len(checkpoint.read(path).about["history"]): path for path in checkpoint.paths(tmp_path / "run")}
+    losses = {epochs: run.history[epochs - 1]["test_loss"] for epochs in files}
+    best, second = sorted(losses, key=losses.get)[:2]
+    assert len(ss.Run.load(tmp_path / "run").best.history) == best
+    files[best].write_bytes(files[best].read_bytes()[:-1] + b"?")
+    assert len(ss.Run.load(tmp_path / "run").best.history) == second
+
+
 def test_a_run_without_an_epoch_has_no_best_one():
-    with pytest.raises(Invalid, match="^this run has no best epoch"):
+    with pytest.raises(Invalid, match="^this run has no best epoch: none has ended yet$"):
         _ = ss.Run({}, ["cpu"]).best

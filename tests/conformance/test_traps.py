@@ -85,6 +85,13 @@ def test_labels_that_are_equal_in_the_first_batch_hide_nothing():
     assert str(caught.value) == COLUMN
 
 
+def test_test_examples_of_another_shape_are_refused():
+    """A loss that compares all with all would only show in the scores."""
+    trainer = ss.Trainer(1, 12, shards=3, devices=1, progress=False, loss=squares)
+    with computing_in("float64"), pytest.raises(ss.SamestepError, match=r"^test y must have as many axes as train y"):
+        trainer.fit(work.Line(START), ss.Data((X, Y[:, None]), (X, Y)))
+
+
 def test_an_error_of_the_model_stands_alone_also_with_float64():
     data = suite.data("mlp_with_dropout", 20)
     with pytest.raises(Exception) as caught:

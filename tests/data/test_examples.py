@@ -75,6 +75,27 @@ class ManyItems(Items):
         return [self.give(i) for i in indices]
 
 
+def test_an_item_that_ends_an_iterator_does_not_end_its_shard() -> None:
+    """`next` of an iterator that has ended raises what `map` would take for its own end."""
+
+    def give(i: int) -> Any:
+        if i == 7:
+            raise StopIteration
+        return X[i], int(Y[i])
+
+    with pytest.raises(StopIteration):
+        Source("train", Items(give)).read(np.arange(10))
+
+
+def test_as_many_items_must_come_as_were_asked_for() -> None:
+    class Short(ManyItems):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return super().__getitems__(indices[:-1])
+
+    with pytest.raises(Invalid, match="^train: __getitems__ was asked for 4 examples and gave 3$"):
+        Source("train", Short()).read(np.arange(4))
+
+
 def on_disk(folder: Path, name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     np.save(folder / f"{name}.npy", array)
     return np.load(folder / f"{name}.npy", mmap_mode="r")
@@ -179,7 +200,7 @@ def test_data_shows_how_many_examples_it_has() -> None:
         (None, WrongType, "train must be a pair (x, y) or a source with len() and [indices], got NoneType"),
         (iter([]), WrongType, "train must be a pair (x, y) or a source with len() and [indices], got list_iterator"),
         (Store, WrongType, "train must be a pair (x, y) or a source with len() and [indices], got type"),
-        (np.array(1), WrongType, "train must be a pair (x, y) or a source with len() and [indices], got ndarray"),
+        (X, WrongType, "train must be a pair (x, y) or one dictionary of arrays, got an array alone: train=(x, y)"),
         (Store(X[:0], Y[:0]), Invalid, "train: there are no examples"),
     ],
 )  # fmt: skip

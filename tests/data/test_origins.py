@@ -491,6 +491,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
     assert Data((X, Y), test=(tmp_path / "x.npy", Y)).test
     with pytest.raises(
-        WrongType, match=r"^train must be a pair \(x, y\) or one dictionary of arrays, got an array alone$"
+        WrongType,
+        match=r"^train must be a pair \(x, y\) or one dictionary of arrays, got an array alone: train=\(x, y\)$",
     ):
         Data(tmp_path / "x.npy")

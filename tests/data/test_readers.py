@@ -336,18 +336,28 @@ def test_an_error_is_the_same_whoever_reads(
     assert str(caught.value) == line
 
 
+def test_an_error_of_another_process_says_where_it_was_raised() -> None:
+    with started(sources.Failing(OSError, "disk 4 does not answer")) as workers, pytest.raises(OSError) as caught:
+        workers.read(np.array([BAD]))
+    assert str(caught.value) == "disk 4 does not answer"
+    assert caught.value.__notes__ == ["raised in a process that reads examples (sources.py, line 82)"]
+
+
 def test_an_error_that_cannot_be_sent_is_told() -> None:
     with started(sources.Failing(sources.Odd, 4, "no answer")) as workers:
         with pytest.raises(ProcessFailed) as caught:
             workers.read(np.array([BAD]))
-        assert str(caught.value) == "a worker met Odd: disk 4: no answer (try readers=None)"
+        assert str(caught.value) == "a worker met Odd: disk 4: no answer (sources.py, line 82) (try readers=None)"
         assert workers.read(np.arange(2))[1].tolist() == Y[:2].tolist()  # and it goes on
 
 
 def test_a_source_that_cannot_be_made_again() -> None:
     with pytest.raises(ProcessFailed) as caught:
         fit(Data(sources.NotMadeAgain(), readers=2))
-    assert str(caught.value) == "a worker met RuntimeError: no licence for this process (try readers=None)"
+    assert (
+        str(caught.value)
+        == "a worker met RuntimeError: no licence for this process (sources.py, line 106) (try readers=None)"
+    )
 
 
 def test_a_worker_that_dies_is_named() -> None:

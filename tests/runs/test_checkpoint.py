@@ -855,6 +855,28 @@ def test_a_fit_goes_on_while_the_disk_hangs(folder: Path, monkeypatch: pytest.Mo
     assert run.fingerprint == fit(max_epochs=4).fingerprint
 
 
+def test_the_best_is_written_however_slow_the_disk_is(
+    writer: Callable[..., Writer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that wait while the first is written, the best and the newest are left."""
+    begun, go, write = threading.Event(), threading.Event(), checkpoint.write
+
+    def hang(path: Path, pieces: Any) -> None:
+        begun.set()
+        assert go.wait(DEADLINE)
+        write(path, pieces)
+
+    monkeypatch.setattr(checkpoint, "write", hang)
+    slow = writer(keep=1)
+    for step, metric in enumerate([0.9, 0.5, None, 0.2, None, 0.7, 0.4], 1):
+        slow.submit({"step": step, "metric": metric}, {"w": np.zeros(1, np.float32)})
+        assert begun.wait(DEADLINE)
+    assert sorted(slow._tasks.values()) == [0.2, 0.4, 0.9]
+    go.set()
+    in_time(slow.flush)
+    assert [path.stem for path in paths(tmp_path)] == ["step-000000004", "step-000000007"]
+
+
 def test_what_goes_wrong_in_the_thread_is_raised_where_it_is_waited_for(writer: Callable[..., Writer]) -> None:
     message = "^w is of type complex64, which a checkpoint cannot hold: convert it$"
     broken = writer()

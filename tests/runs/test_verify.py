@@ -415,7 +415,20 @@ def test_a_kill_that_came_too_late_is_known(
     monkeypatch.setattr(start, "kill", lambda ranks=None: killed.append(ranks), raising=False)
     monkeypatch.setattr(start, "wait", lambda: 0, raising=False)
     monkeypatch.setattr(start, "poll", lambda: states, raising=False)
+    monkeypatch.setattr(start, "_read", lambda name: 4711, raising=False)
     assert (start.lose(ranks), start.survivors, killed) == (hit, 1, [ranks, None])
+
+
+def test_a_kill_at_the_very_start_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is killed before the number of the process is known."""
+    start, told, events = Start.__new__(Start), iter([None, None, 4711]), list[Any]()
+    monkeypatch.setattr(start, "_read", lambda name: events.append(name) or next(told), raising=False)
+    monkeypatch.setattr(start, "kill", lambda ranks=None: events.append(ranks), raising=False)
+    monkeypatch.setattr(start, "wait", lambda: 0, raising=False)
+    states = iter([[None], [None], [-9]])
+    monkeypatch.setattr(start, "poll", lambda: next(states), raising=False)
+    assert start.lose([0])
+    assert events == ["0.pid"] * 3 + [[0], None]
 
 
 WORKER = """

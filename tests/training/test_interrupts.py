@@ -27,6 +27,7 @@ from samestep import signals
 from samestep.backends.torch.backend import backend
 from samestep.errors import NotFinite
 from samestep.signals import Signals
+from samestep.training.fit import Fit
 from samestep.training.measuring import measured
 
 PACKAGE = str(Path(ss.__file__).parent)
@@ -460,6 +461,30 @@ class Hooked(nn.Linear):
         if self.training:
             self.act[0]()
         return super().forward(x)
+
+
+def test_a_handler_of_the_users_own_is_left_alone_without_a_folder() -> None:
+    seen = []
+    with handled(lambda number, frame: seen.append(number)):
+        with signals.Guard(), signals.heard(), Signals(False) as asked:
+            ctrl_c()
+        assert (asked.number, seen) == (0, [signal.SIGINT])
+        with signals.Guard(), signals.heard(), Signals(True) as asked:  # with one, it is asked to stop first
+            ctrl_c()
+        assert (asked.number, seen) == (signal.SIGINT, [signal.SIGINT])
+
+
+def test_an_interrupt_while_the_average_is_evaluated_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, seen = Fit.average, []
+
+    def average(self: Fit, evaluate_: bool = True) -> None:
+        ctrl_c()
+        seen.append(evaluate_)
+        evaluate(self, evaluate_)
+
+    monkeypatch.setattr(Fit, "average", average)
+    run = fit(average=ss.ema(0.9))
+    assert (seen, run.interrupted, run.average_metrics is None) == ([True], False, False)
 
 
 @pytest.mark.parametrize("folder", [False, True])

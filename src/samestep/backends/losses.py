@@ -317,9 +317,8 @@ class Losses(ABC):
                 f"got {got} and labels of {of}: pass loss=f(output, y)"
             )
         if len(shape) == 2 and labels.ndim != 1:
-            raise Invalid(
-                f"labels must be of shape (n,), got (n, {', '.join(map(str, labels.shape[1:]))}): use y.reshape(-1)"
-            )
+            how = "y.argmax(1)" if tuple(labels.shape[1:]) == shape[1:] else "y.reshape(-1)"  # one-hot, or a column
+            raise Invalid(f"labels must be of shape (n,), got (n, {', '.join(map(str, labels.shape[1:]))}): use {how}")
         if labels.ndim > 1:
             return WEIGHTED, shape[class_axis(shape, labels.shape)]
         return MEAN, shape[1]

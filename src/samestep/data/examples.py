@@ -31,9 +31,9 @@ class Data:
     for an array of indices, a torch map-style dataset or DataLoader, a Hugging Face dataset, or a tf.data.Dataset.
 
     transform   f(x, y, rng) -> (x, y) for each training example as it is read; f(batch, rng) -> batch for dictionaries
-    readers     how many processes read ahead, each with a copy of the source or the transform; of arrays, and of sources that
-                are thread_safe, threads. 0: the thread that runs the fit; None: one thread, or up to four where several may
-    pad         what shorter arrays of a shard are filled up with, of items or after a transform: a number, or one for each key
+    readers     how many processes read ahead, each with a copy of the source (threads, for arrays and thread_safe sources).
+                0: the thread that runs the fit reads. None: one thread, or up to four if the source allows it
+    pad         the number that fills shorter items up to the longest of their shard; or a number for each key
     pad_to      fill up to a multiple of this length
 
     >>> Data(train=(np.zeros((6, 2), "float32"), np.arange(6)))
@@ -156,8 +156,8 @@ def examples(name: str, given: Any) -> Arrays | Source:
         if all(isinstance(part, tuple) for part in given) and lengths[0] != lengths[1] and len(lengths[0]) == 1:
             raise WrongType(f"{name} must be a pair (x, y), got two pairs: write Data(train=(x, y), test=(x, y))")
         return Arrays(name, tuple(given))
-    if isinstance(given, np.memmap):
-        raise WrongType(f"{name} must be a pair (x, y) or one dictionary of arrays, got an array alone")
+    if isinstance(given, np.ndarray) or (frameworks_of(given) and hasattr(given, "dtype")):
+        raise WrongType(f"{name} must be a pair (x, y) or one dictionary of arrays, got an array alone: {name}=(x, y)")
     return Source(name, given)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from samestep.data.source import Source
 from samestep.data.transform import Transform
-from samestep.errors import ProcessFailed
+from samestep.errors import ProcessFailed, place, told
 
 NAME, UNGUARDED = "samestep-read", 77  # of a worker; its exit status if the script that it imports begins a fit
 
@@ -72,7 +72,9 @@ def _work(end: socket.socket) -> None:
                     sys.modules["torch"].set_num_threads(1)
                 answer = source.read(*pickle.load(file))
             except Exception as error:
-                answer = ProcessFailed(f"a worker met {type(error).__name__}: {error} (try readers=None)")
+                answer = ProcessFailed(f"a worker met {told(error)} (try readers=None)")
+                if where := place(error):
+                    error.add_note(f"raised in a process that reads examples ({where})")
                 with suppress(Exception):  # not every error can be made again from what is sent
                     answer = pickle.loads(pickle.dumps(error)) if source is not None else answer
             pickle.dump(answer, file, 5)  # from 5 on, arrays go without a copy

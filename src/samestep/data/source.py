@@ -121,7 +121,10 @@ class Source(Examples):
     def _raw(self, indices: NDArray[np.int64]) -> list[Any]:
         many = getattr(self.source, "__getitems__", None)
         asked = self._asked(indices).tolist()
-        return list(many(asked) if many else map(self.source.__getitem__, asked))
+        found = list(many(asked)) if many else [self.source[i] for i in asked]
+        if len(found) != len(asked):
+            raise Invalid(f"{self.name}: __getitems__ was asked for {len(asked)} examples and gave {len(found)}")
+        return found
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -161,8 +162,8 @@ def sync_folder(path: Path) -> None:
 class Writer:
     """Writes checkpoints in a thread of its own, keeping the last few and the best.
 
-    A checkpoint that falls due while two are on their way takes the place of the one that waits: training never waits for
-    the disk.
+    A checkpoint that falls due while another one waits takes its place, unless that is the best so far: training never waits
+    for the disk.
     """
 
     def __init__(self, folder: Path, keep: int, before: Callable[[], None]) -> None:
@@ -170,15 +171,22 @@ class Writer:
         self.written = 0
         self._metrics = {path: metric(path) for path in paths(folder)}
         self._thread = ThreadPoolExecutor(1, "samestep-checkpoint")
-        self._tasks: list[Future[None]] = []  # the one that is written, and the one that waits
+        self._tasks: dict[
+            Future[None], float
+        ] = {}  # the one that is written, and those that wait → by what each is judged
 
     def submit(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Take a copy of the tensors, and have it written: this is all that a step waits for."""
-        self._tasks = [task for task in self._tasks if not task.done() or task.result()]  # raises what went wrong
-        if self._tasks and self._tasks[-1].cancel():  # it still waits
-            self._tasks.pop()
+        self._tasks = {
+            task: one for task, one in self._tasks.items() if not task.done() or task.result()
+        }  # what went wrong
+        judged = math.inf if about["metric"] is None else float(about["metric"])
+        least = min([judged, *self._tasks.values(), *(one for one in self._metrics.copy().values() if one is not None)])
+        for task, one in list(self._tasks.items()):
+            if (one > least or one == math.inf) and task.cancel():  # it still waits, and is not the best
+                del self._tasks[task]
         copies = {name: np.array(tensor) for name, tensor in tensors.items()}
-        self._tasks.append(self._thread.submit(self._write, about, copies))
+        self._tasks[self._thread.submit(self._write, about, copies)] = judged
 
     def flush(self) -> None:
         """Wait until everything is on the disk."""

@@ -21,7 +21,7 @@ import numpy as np
 from samestep.backends import find
 from samestep.backends.base import Model
 from samestep.devices import cpu
-from samestep.errors import Invalid
+from samestep.errors import Invalid, WrongType
 from samestep.fingerprint import of_weights
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Checkpoint, Tensors
@@ -36,6 +36,16 @@ State = Any  # weights, as a framework's own loader takes them
 class Run:
     """The result of a fit. The model that was passed to `fit` is left as it was: `model` is the trained one.
 
+    history          a row for each epoch: epoch, step, lr (of its last step), train_loss, train_accuracy, test_loss,
+                     test_accuracy, seconds, and each metric as train_name and test_name
+    fingerprint      a hash of the final weights; fingerprints: one for every step
+    interrupted      whether it was stopped before its end: then this is the run so far
+    resumed          the step that this fit resumed from; None: it began anew
+    recipe           all that decides the result; devices: on which it ran; rank: of this process
+    folder           where it is kept; None: nowhere
+    schedule         the rates that were applied, in steps, if they follow from a schedule
+    average          the averaged weights by name, if asked for; average_metrics: their test scores
+
     >>> run = Run({"framework": "torch"}, ["cpu"], [{"epoch": 1, "test_loss": 0.25, "lr": 0.1}], "5542dae2c06d40b2", ["5542"])
     >>> run
     Run(1 epoch, 1 step on cpu, test_loss 0.25, fingerprint 5542dae2c06d40b2)
@@ -48,14 +58,16 @@ class Run:
     fingerprints: list[str] = field(default_factory=list)  # after every step
     folder: Path | None = None
     schedule: Schedule | None = None  # that was applied, in steps, if it is one
-    average: Tensors | None = None  # the averaged weights by name, if asked for
+    average: Tensors | None = field(default=None, compare=False)  # the averaged weights by name, if asked for
     average_metrics: dict[str, float | None] | None = None
     rank: int = 0  # of this process; all processes of a run end with the same result
     resumed: int | None = None  # the step that this fit went on from, if it did
     interrupted: bool = False  # stopped before its end: this is the run so far
-    _tensors: Tensors = field(default_factory=dict)
-    _best: tuple[int, Tensors] | None = None  # how many epochs it took, and the weights after them
-    _maker: Callable[[Tensors], Any] | None = None  # makes a model of the framework from weights by name
+    _tensors: Tensors = field(default_factory=dict, compare=False)
+    _best: tuple[int, Tensors] | None = field(
+        default=None, compare=False
+    )  # how many epochs it took, and the weights then
+    _maker: Callable[[Tensors], Any] | None = field(default=None, compare=False)  # makes a model from weights by name
     _made: dict[str, Any] = field(default_factory=dict, compare=False)  # models, each made when it is first asked for
 
     def __repr__(self) -> str:
@@ -105,7 +117,7 @@ class Run:
         """
         backend = find.load(self.recipe["framework"])
         if self._maker is None:
-            return {name: backend.put(array, cpu()) for name, array in self._tensors.items()}
+            return {name: backend.put(np.array(array), cpu()) for name, array in self._tensors.items()}
         return backend.state_dict(self.model)
 
     @property
@@ -121,11 +133,13 @@ class Run:
 
     def _best_kept(self) -> tuple[int, Tensors]:
         files = checkpoint.paths(self.folder) if self.folder else []
-        found = checkpoint.best({file: checkpoint.metric(file) for file in files})
-        if not found:
-            raise Invalid("this run has no best epoch: none has ended yet, or no checkpoint of the end of one was kept")
-        kept = checkpoint.read(found)
-        return len(kept.about["history"]), kept.group("model")
+        judged = [(value, file) for file in files if (value := checkpoint.metric(file)) is not None]
+        for _, file in sorted(judged):
+            with suppress(Invalid):  # it is damaged
+                kept = checkpoint.read(file)
+                return len(kept.about["history"]), kept.group("model")
+        why = "no checkpoint of the end of an epoch was kept" if self.history else "none has ended yet"
+        raise Invalid(f"this run has no best epoch: {why}")
 
     def replay(self, events: Iterable[Event]) -> None:
         """Take in what a log tells."""
@@ -175,13 +189,18 @@ class Loaded:
         """A copy of this model with the weights of the run, in evaluation mode."""
         from samestep.models import load
 
-        return find.of_model(model).evaluating(load(model, self.tensors))
+        backend = find.of_model(model)
+        if backend.is_array(model):
+            raise WrongType(
+                f"a loaded run has no model yet: {self.name}(my_model) takes one of yours, got {type(model).__name__}"
+            )
+        return backend.evaluating(load(model, self.tensors))
 
     def __repr__(self) -> str:
         return f"<a loaded run has weights, but no model: {self.name}(my_model) puts them into a copy of yours>"
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{self!r}")
+        raise AttributeError(name if name.startswith("_") or name in ("name", "tensors") else repr(self))
 
 
 def last_checkpoint(folder: Path) -> Checkpoint:

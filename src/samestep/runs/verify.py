@@ -103,6 +103,7 @@ class Start(Processes):
 
         `survivors` are those that did not end by themselves, and were killed in the end.
         """
+        self.until(lambda: all(self._read(f"{rank}.pid") for rank in ranks))  # before, there is nobody to kill
         self.kill(ranks)
         self.wait()
         states = self.poll()

@@ -34,14 +34,15 @@ def report(error: BaseException) -> int:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"{error.code}\n"
-    if not os.environ.get(EVERYTHING):
+    if os.environ.get(EVERYTHING, "0") in ("", "0"):
         if isinstance(error, SamestepError):
             where = place(error)
             return f"samestep: {where}{': ' if where else ''}{error}\n"
-        one: BaseException | None = error
-        while one:
+        chain, one = list[BaseException](), error
+        while one is not None and one not in chain:  # which may go in circles
             one.__traceback__ = _linked(_shown(one))
-            one = one.__cause__ or one.__context__
+            chain.append(one)
+            one = one.__cause__ or one.__context__  # type: ignore[assignment]
     return "".join(traceback.format_exception(error))
 
 

@@ -74,7 +74,9 @@ class Fit:
                 examples.check(settings.batch_size, settings.sampling)
         self.shape, self.measure = measured(settings, backend, model, data.train)
         if data.test:
-            _, other = measured(settings, backend, model, data.test)  # an error comes now, and not after an epoch
+            shape, other = measured(settings, backend, model, data.test)  # an error comes now, and not after an epoch
+            if shape.column != self.shape.column:
+                raise Invalid("test y must have as many axes as train y: one is of shape (n,) and the other of (n, 1)")
             ways = [(m.kind, sorted(m.style) if isinstance(m.style, tuple) else m.style) for m in (other, self.measure)]
             if ways[0] != ways[1]:
                 raise Invalid("test must have the structure of train: the model takes its examples in another way")
@@ -147,7 +149,6 @@ class Fit:
                     if self.result.interrupted or self.stalled():
                         break
                     self.epoch(epoch)
-            with heard():
                 self.end()
             failed = False
             if self.signals.number == SIGTERM:  # after the last vote: the run is complete, but the signal still counts

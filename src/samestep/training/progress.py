@@ -118,7 +118,9 @@ class Terminal(Display):
 
     def draw(self, bar: str, done: int, numbers: str) -> None:
         if not self.live:
-            self.live = Live(console=self.console, transient=True, auto_refresh=False)
+            # What a script prints goes where it would go without the bar: above it, or into a file.
+            above = sys.stdout.isatty()
+            self.live = Live(console=self.console, transient=True, auto_refresh=False, redirect_stdout=above)
             self.live.start()
         text = Text(f"{bar}\n{numbers}")
         text.stylize("cyan", bar.find("━"), done)

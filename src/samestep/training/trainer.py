@@ -51,7 +51,7 @@ class Trainer:
     schedule           the learning rate: a number, a schedule such as samestep.cosine(...), a Plateau, a scheduler of the
                        framework, or any function of t, the number of updates already made; None: the `lr` or the default of
                        samestep's optimizer, or the rate that the framework's own came with
-    lr                 another name for `schedule`, where it is kept
+    lr                 the same as `schedule`; say one of the two
     groups             weights with a rate or decay of their own, or frozen, by pattern of their names (docs/fine-tuning.md):
                        {"backbone.*": samestep.group(lr_scale=0.1)}; the first pattern that matches decides
     gradient_clip_val  a longer gradient is scaled down to this norm; 0 for no clipping

@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+from patience import be_patient
 
 import samestep as ss
 from conformance import suite
@@ -120,7 +121,8 @@ def test_a_loaded_run_takes_a_model_and_no_array(tmp_path):
     assert of_weights(back.weights()) == back.fingerprint
 
 
-def test_a_damaged_best_checkpoint_is_passed_over(tmp_path):
+def test_a_damaged_best_checkpoint_is_passed_over(tmp_path, monkeypatch):
+    be_patient(monkeypatch)
     run = fit(run_dir=tmp_path / "run", keep_checkpoints=3)
     files = {len(checkpoint.read(path).about["history"]): path for path in checkpoint.paths(tmp_path / "run")}
     losses = {epochs: run.history[epochs - 1]["test_loss"] for epochs in files}

@@ -124,19 +124,8 @@ class Tree:
     def of(folder: Path) -> Tree:
         for name in ("src", "tests", "examples", "benchmarks", "docs"):
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for name in (
-            "pyproject.toml",
-            "LICENSE",
-            "MANIFEST.in",
-            "constraints.txt",
-            "constraints-mxnet.txt",
-            "mkdocs.yml",
-            "README.md",
-            "CHANGELOG.md",
-            "CONTRIBUTING.md",
-            "Makefile",
-        ):
-            shutil.copy(ROOT / name, folder)
+        for file in filter(Path.is_file, ROOT.iterdir()):  # README.md, pyproject.toml, ...
+            shutil.copy(file, folder)
         for name in ("tmp", "site"):
             (folder / name).mkdir()
         (folder / "site" / "sitecustomize.py").write_text("import executed")  # in every process that a test starts

@@ -295,3 +295,13 @@ def test_losses_that_want_these_shapes_are_accepted() -> None:
     assert told_of_shapes(lambda output, y: (output.squeeze(1) - y) ** 2) == ""
     assert told_of_shapes(lambda output, y: F.mse_loss(output.flatten(), y, reduction="sum")) == ""
     assert told_of_shapes(ss.per_shard(lambda output, y: ((output - y) ** 2).mean())) == ""  # it is meant
+
+
+@pytest.mark.parametrize("seed", [8, 16, 23])
+def test_a_loss_that_couples_examples_is_not_told_of_shapes(seed: int) -> None:
+    """With these seeds, the same loss of all pairs is by its shards nearly what it is of the whole."""
+    x = np.random.default_rng(0).standard_normal((1000, 20), dtype="float32")
+    torch.manual_seed(seed)
+    trainer = ss.Trainer(1, devices=1, loss=lambda output, y: ((output - y[:, None]) ** 2).mean().sqrt(), progress=False)
+    with pytest.raises(Invalid, match="the loss couples examples"):
+        trainer.fit(nn.Linear(20, 1), (x, x[:, 0]))

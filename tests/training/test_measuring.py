@@ -302,6 +302,8 @@ def test_a_loss_that_couples_examples_is_not_told_of_shapes(seed: int) -> None:
     """With these seeds, the same loss of all pairs is by its shards nearly what it is of the whole."""
     x = np.random.default_rng(0).standard_normal((1000, 20), dtype="float32")
     torch.manual_seed(seed)
-    trainer = ss.Trainer(1, devices=1, loss=lambda output, y: ((output - y[:, None]) ** 2).mean().sqrt(), progress=False)
+    trainer = ss.Trainer(
+        1, devices=1, loss=lambda output, y: ((output - y[:, None]) ** 2).mean().sqrt(), progress=False
+    )
     with pytest.raises(Invalid, match="the loss couples examples"):
         trainer.fit(nn.Linear(20, 1), (x, x[:, 0]))

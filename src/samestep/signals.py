@@ -80,9 +80,8 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT) if _here() else ():
             before: Any = signal.getsignal(number)
             users = _guard._before if _guard and number == signal.SIGINT else before
-            if (
-                self._folder or users is signal.default_int_handler
-            ):  # not one of the user's own, and not ignored, as in the background
+            # Without a folder, only if the user has no handler, and the signal is not ignored, as it is in the background.
+            if self._folder or users is signal.default_int_handler:
                 self._before[number] = before
                 signal.signal(number, self._ask)
         return self

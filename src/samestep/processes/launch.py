@@ -176,18 +176,15 @@ class Processes:
         What processes only heard of another one is said if that one could not say it itself.
         """
         ranks = range(self.count)
-        own = {
-            text: rank for rank in reversed(ranks) if (text := self._left(f"{rank}.error"))
-        }  # of equal ones, the lowest
+        found = [(rank, self._left(f"{rank}.error")) for rank in reversed(ranks)]
+        own = {text: rank for rank, text in found if text}  # of equal ones, the lowest
         heard = next((text for rank in ranks if (text := self._left(f"{rank}.heard"))), "")
         if not any(self._read(f"{rank}.pid") for rank in ranks):  # none was started, and mpiexec says why
             heard = self._left("own")
         elif (self._read(f"{failed}.status") or 0) < 0 and not self.asked:
             heard = heard or f"samestep: {gone(f'rank {failed}')}\n"
-        said = [
-            f"rank {rank}: {text}" if rank else text
-            for rank, text in sorted((rank, text) for text, rank in own.items())
-        ]
+        in_order = sorted((rank, text) for text, rank in own.items())
+        said = [f"rank {rank}: {text}" if rank else text for rank, text in in_order]
         os.write(self._shown[1], ("".join(said) or heard).encode())
         return min(own.values(), default=failed)
 

@@ -171,15 +171,14 @@ class Writer:
         self.written = 0
         self._metrics = {path: metric(path) for path in paths(folder)}
         self._thread = ThreadPoolExecutor(1, "samestep-checkpoint")
-        self._tasks: dict[
-            Future[None], float
-        ] = {}  # the one that is written, and those that wait → by what each is judged
+        # The one that is written, and those that wait → by what each is judged.
+        self._tasks: dict[Future[None], float] = {}
 
     def submit(self, about: dict[str, Any], tensors: Tensors) -> None:
         """Take a copy of the tensors, and have it written: this is all that a step waits for."""
-        self._tasks = {
-            task: one for task, one in self._tasks.items() if not task.done() or task.result()
-        }  # what went wrong
+        for task in [task for task in self._tasks if task.done()]:
+            del self._tasks[task]
+            task.result()  # raises what went wrong
         judged = math.inf if about["metric"] is None else float(about["metric"])
         least = min([judged, *self._tasks.values(), *(one for one in self._metrics.copy().values() if one is not None)])
         for task, one in list(self._tasks.items()):

@@ -278,9 +278,8 @@ def _open(path: Path) -> Side:
     for event in log:
         if event["event"] == "steps":
             hits = event["hits"] or [None] * len(event["loss"])
-            rates = [
-                as_written(lr, recipe.get("precision", "float64")) for lr in event["lr"]
-            ]  # older logs have more digits
+            kind = recipe.get("precision", "float64")
+            rates = [as_written(lr, kind) for lr in event["lr"]]  # older logs have more digits
             rows = zip(event["examples"], rates, event["loss"], hits, event["fingerprint"], strict=True)
             side.steps |= enumerate(rows, event["first"])
         elif event["event"] == "lost":

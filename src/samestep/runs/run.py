@@ -64,9 +64,7 @@ class Run:
     resumed: int | None = None  # the step that this fit went on from, if it did
     interrupted: bool = False  # stopped before its end: this is the run so far
     _tensors: Tensors = field(default_factory=dict, compare=False)
-    _best: tuple[int, Tensors] | None = field(
-        default=None, compare=False
-    )  # how many epochs it took, and the weights then
+    _best: tuple[int, Tensors] | None = field(default=None, compare=False)  # its number of epochs, and the weights
     _maker: Callable[[Tensors], Any] | None = field(default=None, compare=False)  # makes a model from weights by name
     _made: dict[str, Any] = field(default_factory=dict, compare=False)  # models, each made when it is first asked for
 

@@ -11,9 +11,7 @@ from types import TracebackType
 from samestep.errors import ProcessFailed, SamestepError, lines, place
 from samestep.processes.launch import leave, numbered
 
-LATER = (
-    2.0  # seconds that a process waits for another launcher than ours to end it, before it says what others say better
-)
+LATER = 2.0  # seconds that a process waits for torchrun to end it, before it says what another says better
 EVERYTHING = "SAMESTEP_TRACEBACK"  # set: show every line that led to an error
 
 
@@ -24,9 +22,8 @@ def report(error: BaseException) -> int:
     if not leave(text, heard):
         # torchrun ends the others when one has ended: so an error of rank 0 is the only one, and then that of another rank.
         time.sleep(LATER * (2 * (" failed: " in str(error)) if heard else rank > 0))
-        if not heard or rank == str(error).startswith(
-            "rank 0 "
-        ):  # what all have heard, rank 0 says, or if it is lost, rank 1
+        speaks = 1 if str(error).startswith("rank 0 ") else 0  # of what all have heard: rank 0, unless it is lost
+        if not heard or rank == speaks:
             sys.stderr.write(f"rank {rank}: {text}" if rank and not heard else text)  # in one piece: others print, too
     return 2 if isinstance(error, SamestepError) else 1
 

@@ -610,7 +610,7 @@ def test_a_sum_that_is_lost_on_the_way_to_one_process_is_found_by_all(launch: La
     check_all(launch(3, "one", twin="loses a sum").end(), [("ReplicasDiffer", message)] * 3)
 
 
-@pytest.mark.parametrize("engine", ["", "mpi"])
+@pytest.mark.parametrize("engine", ["", pytest.param("mpi", marks=needs_mpi)])
 def test_a_process_that_computes_wrongly_is_found_by_all(engine: str, launch: Launch) -> None:
     """Each process repeats its own numbers, so only a comparison of two tells: the step, the shard and the devices."""
     ranks = launch(2, "one", *([engine] if engine else []), twin="computes wrongly", check_every=1).end()

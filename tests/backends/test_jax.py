@@ -306,7 +306,13 @@ def test_a_function_of_the_rate_follows_the_schedule():
     for run in (ours, injected):
         np.testing.assert_allclose(run.weights()["slope"], theirs.weights()["slope"], rtol=1e-5)
     assert ours.history[-1]["lr"] == pytest.approx(float(schedule(5)))
-    assert theirs.history[-1]["lr"] == 1.0
+    assert theirs.history[-1]["lr"] is None  # only the optimizer knows it
+    assert theirs.schedule is None
+
+
+def test_a_function_without_a_rate_is_an_error():
+    with pytest.raises(ss.SamestepError, match=r"^this optimizer has no rate of its own: pass lr=... to the Trainer$"):
+        fit(line(10), optimizer=optax.adam)
 
 
 def test_an_injected_rate_is_the_default():
@@ -315,8 +321,23 @@ def test_an_injected_rate_is_the_default():
 
 
 def test_a_schedule_for_a_transformation_that_has_its_rate_inside_is_an_error():
-    with pytest.raises(ss.SamestepError, match="has its rate inside"):
+    told = r"^lr cannot be applied: this optimizer has its rate inside. Leave lr out, or pass the function .*optax.adam"
+    with pytest.raises(ss.SamestepError, match=told):
         fit(line(10), optimizer=optax.adam(0.1), schedule=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (lambda: optax.adam(0.1), r"function, which raised TypeError: .*takes 0 positional arguments"),
+        (lambda rate: 3, "function$"),
+        (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), "Optimizer"),
+    ],
+)
+def test_what_is_no_transformation_is_one_line(given, got):
+    kinds = r"an optax transformation, such as optax.adam\(1e-3\), or a function that makes one from a rate"
+    with pytest.raises(ss.SamestepError, match=f"^optimizer must be {kinds}, got {got}"):
+        fit(line(10), optimizer=given)
 
 
 def test_optax_is_the_same_on_any_number_of_devices():
@@ -1424,7 +1445,7 @@ def test_three_ways_of_a_rate_into_an_update_of_optax():
     ways = [optax.sgd, optax.inject_hyperparams(optax.sgd)(learning_rate=0.25), optax.sgd(0.125)]
     updaters = [backend.updater(way, replica, 0.0) for way in ways]
     assert [updater.rate() for updater in updaters] == [None, 0.25, 1.0]
-    assert [updater.fixed for updater in updaters] == [False, False, True]
+    assert [bool(updater.fixed) for updater in updaters] == [False, False, True]
     for updater, moved in zip(updaters, (0.5, 0.5, 0.125), strict=True):
         replica.assign(jnp.asarray([3.0, 3.0]))
         updater.apply(jnp.asarray([2.0, 2.0]), 0.5, 0)

@@ -802,6 +802,8 @@ def test_bad_optimizers():
     inside = functools.partial(mx.optimizer.SGD, lr_scheduler=mx.lr_scheduler.FactorScheduler(2))
     with pytest.raises(ss.SamestepError, match="has a scheduler inside .FactorScheduler."):
         fit(dense(), x=SMALL, optimizer=inside)
+    with pytest.raises(ss.SamestepError, match="has a scheduler inside .FactorScheduler."):  # it would be ignored
+        fit(dense(), x=SMALL, optimizer=inside, lr=0.1)
     mult = mx.optimizer.SGD()
     mult.set_lr_mult({"0.weight": 0.5})
     with pytest.raises(

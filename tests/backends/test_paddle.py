@@ -702,6 +702,8 @@ def test_bad_optimizers():
     model, scheduler = dense(), paddle.optimizer.lr.ExponentialDecay(0.1, 0.9)
     with pytest.raises(ss.SamestepError, match="has a scheduler inside .ExponentialDecay."):
         fit(model, x=SMALL, optimizer=paddle.optimizer.SGD(scheduler, parameters=model.parameters()))
+    with pytest.raises(ss.SamestepError, match="has a scheduler inside .ExponentialDecay."):  # it would be ignored
+        fit(model, x=SMALL, optimizer=paddle.optimizer.SGD(scheduler, parameters=model.parameters()), lr=0.1)
     with pytest.raises(ss.SamestepError, match="not parameters of the model to be trained"):
         fit(model, x=SMALL, optimizer=paddle.optimizer.SGD(0.1, parameters=dense().parameters()))
     with pytest.raises(ss.SamestepError, match="must be a paddle.optimizer.Optimizer"):

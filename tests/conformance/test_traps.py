@@ -16,11 +16,11 @@ RANDOM = np.random.default_rng(0)
 X, START = RANDOM.normal(size=(24, 4)), RANDOM.normal(size=(4, 1))
 Y = RANDOM.normal(size=24)
 COLUMN = (
-    "the output is of shape (12, 1) and y of (12,), and the loss compares every output with every y: use y[:, None], or "
+    "the output is of shape (n, 1) and train y of (n,), and the loss compares every output with every y: use y[:, None], or "
     "output.squeeze(1) in the model"
 )
 ROW = (
-    "the output is of shape (12,) and y of (12, 1), and the loss compares every output with every y: use y[:, 0], or "
+    "the output is of shape (n,) and train y of (n, 1), and the loss compares every output with every y: use y[:, 0], or "
     "output[:, None] in the model"
 )
 
@@ -85,10 +85,22 @@ def test_labels_that_are_equal_in_the_first_batch_hide_nothing():
     assert str(caught.value) == COLUMN
 
 
+def test_one_output_has_no_accuracy():
+    """It is not the score of a class: the largest of one would always be class 0."""
+    labels = (Y > 0).astype("int64")
+    run = fit(X, labels, loss=lambda output, y: squares(flat(output), work.real(y)))
+    assert run.history[0]["train_accuracy"] is None
+    two = fit(X, labels, np.hstack([START, -START]), loss=lambda output, y: squares(output[:, 0], work.real(y)))
+    assert two.history[0]["train_accuracy"] is not None
+
+
 def test_test_examples_of_another_shape_are_refused():
     """A loss that compares all with all would only show in the scores."""
     trainer = ss.Trainer(1, 12, shards=3, devices=1, progress=False, loss=squares)
-    with computing_in("float64"), pytest.raises(ss.SamestepError, match=r"^test y must have as many axes as train y"):
+    with (
+        computing_in("float64"),
+        pytest.raises(ss.SamestepError, match=r"^the output is of shape \(n, 1\) and test y of \(n,\)"),
+    ):
         trainer.fit(work.Line(START), ss.Data((X, Y[:, None]), (X, Y)))
 
 

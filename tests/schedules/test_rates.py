@@ -36,7 +36,7 @@ from samestep.schedules.kinds import (
     triangle,
 )
 from samestep.schedules.plateau import Plateau
-from samestep.schedules.rates import Rates, as_written, ends_early
+from samestep.schedules.rates import Rates, as_written, doubt
 from samestep.schedules.text import parse
 
 STEPS, EPOCHS = 5, 3  # 71 examples in batches of 16: the last has 7
@@ -487,7 +487,7 @@ def test_the_users_schedule_is_not_copied_or_changed():
 def test_what_counts_by_itself_is_read_and_not_called(attributes, rate):
     """Schedulers of Paddle have step(), those of MXNet a base_lr. Both can be called, but mean another t."""
     scheduler = type("Scheduler", (), {"__call__": lambda self, t: 0.25, **attributes})()
-    updater = SimpleNamespace(fixed=False, read=lambda schedule, steps: ([0.5] * steps, ()))
+    updater = SimpleNamespace(fixed="", rate=lambda: 0.1, read=lambda schedule, steps: ([0.5] * steps, ()))
     assert Rates(scheduler, [updater], 2, 3, Shape(None, "float32")).epoch(1) == [rate, rate]
 
 
@@ -516,10 +516,10 @@ def test_a_schedule_that_is_over_early_is_told(schedule, end, rate):
     told = (
         f"schedule: {schedule} ends at step {end} of 2350, and the rate stays at {rate} from there on: {COUNTS_STEPS}"
     )
-    assert ends_early(schedule, 235, 10) == told
-    assert ends_early(schedule.in_epochs(), 235, 10) is None
-    assert ends_early(schedule.in_epochs(235), 235, 10) is None
-    assert ends_early(schedule, end, 2) is None  # it lasts for half of the run
+    assert doubt(schedule, 235, 10) == told
+    assert doubt(schedule.in_epochs(smooth=True), 235, 10) is None
+    assert doubt(schedule.in_epochs(235, smooth=True), 235, 10) is None
+    assert doubt(schedule, end, 2) is None  # it lasts for half of the run
 
 
 @pytest.mark.parametrize(
@@ -530,7 +530,23 @@ def test_a_schedule_that_is_over_early_is_told(schedule, end, rate):
     ids=repr,
 )  # fmt: skip
 def test_what_is_meant_to_stay_at_its_rate_is_not_told(schedule):
-    assert ends_early(schedule, 235, 10) is None
+    assert doubt(schedule, 235, 10) is None
+
+
+def test_a_warm_up_that_is_0_through_the_first_epoch_is_told():
+    warm = cosine(0.3, 8).warmup(2)
+    how = "with .in_epochs(smooth=True) it moves within an epoch"
+    told = f"schedule: {warm}.in_epochs() is 0 through the whole first epoch: {how}"
+    assert doubt(warm.in_epochs(), 235, 10) == told
+    assert doubt(warm.in_epochs(235), 235, 10) == told.replace("() is", "(steps_per_epoch=235) is")
+    for one in (
+        warm.in_epochs(smooth=True),
+        cosine(0.3, 8).warmup(2, start=0.01).in_epochs(),
+        constant(0.0).in_epochs(),
+    ):
+        assert doubt(one, 235, 10) is None
+    assert doubt(warm.in_epochs(), 235, 1) is None  # nothing else could be done in one epoch
+    assert doubt(warm.in_epochs(), 1, 10) is None  # nor in epochs of one step
 
 
 def test_it_is_told_once_in_a_fit():

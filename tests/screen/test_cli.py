@@ -28,6 +28,7 @@ from patience import be_patient
 from rich.console import Console
 
 import samestep as ss
+from samestep import fingerprint as fingerprints
 from samestep.backends import find
 from samestep.d2l import fashion
 from samestep.errors import Invalid, ProcessFailed
@@ -382,6 +383,15 @@ def test_export(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == Done(0, f"[b].safetensors: the weights after step {best}\n", "")
 
 
+def test_export_of_an_average_says_so(samestep: Samestep) -> None:
+    from samestep.models.torch import mlp
+
+    data = np.ones((8, 1, 28, 28), "float32"), np.arange(8) % 2
+    run = ss.Trainer(1, 2, average=ss.ema(0.5), run_dir="run", progress=False).fit(mlp(), data)
+    assert samestep("export", "run", "a", "--average") == Done(0, "a: the averaged weights at the end\n", "")
+    assert weights_in("a") == fingerprints.of_weights(run.average or {}) != run.fingerprint
+
+
 STOPS = """
 import signal
 from pathlib import Path
@@ -530,6 +540,13 @@ def test_script_runs_as_the_main_program(samestep: Samestep, script: Callable[..
     assert (told["name"], told["arguments"]) == ("__main__", [str(script())])
     assert (told["devices"], told["recipe"]["max_epochs"], told["recipe"]["seed"]) == (["cpu"], 3, 5)
     assert written() == []
+
+
+def test_options_for_a_script_without_a_trainer_are_told(samestep: Samestep) -> None:
+    Path("none.py").write_text("print('done')")
+    told = "samestep: none.py has made no Trainer, so that the options had no effect\n"
+    assert samestep("train", "none.py", "--epochs", 3) == Done(0, "done\n", told)
+    assert samestep("train", "none.py") == Done(0, "done\n", "")
 
 
 def test_options_go_before_the_settings_of_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:

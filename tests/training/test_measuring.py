@@ -267,7 +267,7 @@ def told_of_shapes(loss: Any, model: Any = None, y: Any = X[:, 0]) -> str:
 
 
 BROADCAST = (
-    "the output is of shape (12, 1) and y of (12,), and the loss compares every output with every y: use y[:, None], or "
+    "the output is of shape (n, 1) and train y of (n,), and the loss compares every output with every y: use y[:, None], or "
     "output.squeeze(1) in the model"
 )
 BROADCASTING = {

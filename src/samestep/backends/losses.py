@@ -61,7 +61,7 @@ class Shape:
     kind: str = MEAN  # of the loss
     foreign: bool = False  # the loss is one that neither samestep nor the framework has written
     labels: int | None = None  # the number of classes, if the default loss is to check labels
-    column: bool | None = None  # True: the output is of shape (n, 1) and y of (n,); False: the reverse
+    unlike: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shapes of one output and one y that may broadcast
 
 
 @dataclass(frozen=True)
@@ -303,9 +303,11 @@ class Losses(ABC):
             self._pair(f"metric {name!r}", metric(output, y))
         own = part(output, "loss") is not None if measure.loss is None else foreign(measure.loss)
         tried = measure.loss is not None and not isinstance(measure.loss, PerShard)
-        shapes = shape[1:], tuple(getattr(given, "shape", (0, 0)))[1:]  # of one output and one y
-        column = {((1,), ()): True, ((), (1,)): False}.get(shapes) if tried and shape else None
-        return Shape(shape[1] if rank == 2 and whole and labels.ndim == 1 else None, dtype, kind, own, classes, column)
+        shapes = shape[1:], tuple(getattr(given, "shape", ()))[1:]
+        tried = tried and self.is_array(output) and hasattr(given, "dtype") and shapes[0] != shapes[1]
+        tried = tried and (given.dtype.kind == "f" or sorted(shapes) == [(), (1,)])  # other whole numbers are labels
+        by_class = rank == 2 and shape[1] > 1 and whole and labels.ndim == 1  # a single score is not one of a class
+        return Shape(shape[1] if by_class else None, dtype, kind, own, classes, shapes if tried else None)
 
     def _check_default(self, scores: Any, labels: Any, shape: tuple[int, ...], whole: bool) -> tuple[str, int]:
         """Whether the default loss will do; returns its kind, and the number of classes."""

@@ -27,7 +27,7 @@ class Updater(ABC):
     """An optimizer at work on one replica."""
 
     replica: Any
-    fixed = False  # its rate is inside it, where no schedule can reach
+    fixed = ""  # how to make it, if now its rate is inside it, where no schedule can reach
     moved: Sequence[Any] = ()  # what a scheduler sets beside the rate, update by update
 
     def rate(self) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -29,7 +30,13 @@ class Workers:
         for _ in range(count):
             ours, theirs = socket.socketpair()
             process = context.Process(target=_work, args=(theirs,), name=NAME, daemon=True)
-            process.start()
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, [signal.SIGINT]
+            )  # which it inherits: Ctrl-C is for the run
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()  # so that the socket ends with the process
             self._idle.append((process, ours, ours.makefile("rb"), content))
 

@@ -18,7 +18,7 @@ from samestep.content import Content
 from samestep.data.base import Examples, sample, sha256
 from samestep.data.convert import as_batch, named, stack
 from samestep.data.origins import HUGGING_FACE, TensorFlow, by_item, check_loader, of, unloaded
-from samestep.errors import Invalid, SamestepError, WrongType, told
+from samestep.errors import Invalid, SamestepError, WrongType, place, told
 from samestep.trees import Tree
 
 READING = threading.RLock()  # for sources that are not thread-safe: one for all, as two may share a file
@@ -135,6 +135,8 @@ class Source(Examples):
         except SamestepError:
             raise
         except (TypeError, ValueError, IndexError) as error:
+            if (self.by_item or self.collate) and place(error):
+                raise  # the user's own code failed: an item is not asked for in any unusual way
             who = type(self.source).__name__
             wanted = f"[indices] must give a pair of arrays (x, y) for an array of indices, but {who}"
             if self.by_item or self.collate:

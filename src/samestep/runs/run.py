@@ -42,7 +42,7 @@ class Run:
     interrupted      whether it was stopped before its end: then this is the run so far
     resumed          the step that this fit resumed from; None: it began anew
     recipe           all that decides the result; devices: on which it ran; rank: of this process
-    folder           where it is kept; None: nowhere
+    folder           where rank 0 keeps it; None: nowhere
     schedule         the rates that were applied, in steps, if they follow from a schedule
     average          the averaged weights by name, if asked for; average_metrics: their test scores
 
@@ -97,7 +97,8 @@ class Run:
     def average_model(self) -> Model:
         """The same with the averaged weights."""
         if self.average is None:
-            raise Invalid("this run has no average: pass average=samestep.swa(...) to the Trainer")
+            how = "pass average=samestep.swa(...) to the Trainer; run.best has none, but the run itself"
+            raise Invalid(f"this run has no average: {how}")
         return self._model("average_model", self.average)
 
     def _model(self, name: str, tensors: Tensors) -> Any:
@@ -116,7 +117,7 @@ class Run:
         backend = find.load(self.recipe["framework"])
         if self._maker is None:
             return {name: backend.put(np.array(array), cpu()) for name, array in self._tensors.items()}
-        return backend.state_dict(self.model)
+        return backend.state_dict(self._maker(self._tensors))  # not of `model`, which may be trained further
 
     @property
     def best(self) -> Run:
@@ -272,6 +273,6 @@ def export(source: Path, target: Path, best: bool = False, average: bool = False
             raise Invalid(f"{source} has no averaged weights")
     try:
         checkpoint.write(target, [plain(tensors)])
-    except OSError as error:
-        raise Invalid(f"{target} cannot be written: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a path without a name
+        raise Invalid(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     return step

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 FITTING = ("cosine", "poly", "one_cycle", "table")  # schedules that are made as long as a run; others have milestones
+STATED = ("then", "hold", "add")  # what says by itself how to go on
 NOTHING = 1e-3  # of the highest rate: what is left below trains next to nothing
 
 
@@ -68,21 +69,32 @@ def as_written(lr: float, dtype: str) -> float:
     return float(str(np.dtype(dtype).type(lr)))
 
 
-def ends_early(schedule: Any, steps: int, max_epochs: int) -> str | None:
-    """What to say of a schedule in steps that is over long before the run, most likely because epochs were meant.
+def doubt(schedule: Any, steps: int, max_epochs: int) -> str | None:
+    """What to say of a schedule that trains nothing for long, most likely because another one was meant.
 
-    Not of one that stays at a rate worth having and is no shorter than a count of epochs would be, nor of milestones.
+    In steps, it is over long before the run. Not of one that stays at a rate worth having and is no shorter than a count of
+    epochs would be, nor of milestones. In epochs, a warm-up from 0 holds the 0 through the first one.
 
     >>> from samestep.schedules.kinds import cosine, drops
-    >>> print(ends_early(cosine(0.1, 10), 235, 10))  # doctest: +ELLIPSIS
+    >>> print(doubt(cosine(0.1, 10), 235, 10))  # doctest: +ELLIPSIS
     schedule: cosine(0.1, 10) ends at step 10 of 2350, and the rate stays at 0 from there on: it counts steps; ...
-    >>> ends_early(cosine(0.1, 500, end=0.01), 235, 10), ends_early(drops(0.1, [5, 8], 0.1), 235, 10)
+    >>> doubt(cosine(0.1, 500, end=0.01), 235, 10), doubt(drops(0.1, [5, 8], 0.1), 235, 10)
     (None, None)
+    >>> print(doubt(cosine(0.1, 9).warmup(1).in_epochs(), 235, 10))  # doctest: +ELLIPSIS
+    schedule: cosine(0.1, 9).warmup(1).in_epochs() is 0 through the whole first epoch: with .in_epochs(smooth=True) ...
     """
-    if not isinstance(schedule, Schedule) or schedule._epochs() or not schedule.length:
+    if not isinstance(schedule, Schedule):
+        return None
+    if schedule._epochs():
+        first, last, later = (schedule.bind(steps)(t) for t in (0, steps - 1, steps))
+        how = "with .in_epochs(smooth=True) it moves within an epoch"
+        dead = first == last == 0 < later and min(steps, max_epochs) > 1
+        return f"schedule: {schedule} is 0 through the whole first epoch: {how}" if dead else None
+    if not schedule.length:
         return None
     n, total = schedule.length, steps * max_epochs
-    if 2 * n >= total or not any(part.op in FITTING for part in schedule._parts()):
+    ops = {part.op for part in schedule._parts()}
+    if 2 * n >= total or not ops & {*FITTING} or ops & {*STATED}:
         return None
     peak, last = schedule(range(0, n, 1 + n // 64)).max(), schedule(n)
     if last >= peak or (last > NOTHING * peak and n > 2 * max_epochs):
@@ -100,12 +112,16 @@ class Rates:
     ) -> None:  # fmt: skip
         self.steps, self.dtype, self.monitor = steps_per_epoch, shape.dtype, monitor
         self.plateau: Plateau | None = None
-        if schedule is not None and updaters[0].fixed:
-            how = "Pass the function that makes it (optimizer=optax.adam), use optax.inject_hyperparams, or leave schedule out"
-            raise Invalid(f"schedule cannot be applied: this optimizer has its rate inside. {how}")
+        self.inside = bool(updaters[0].fixed)  # the optimizer itself knows its rate, and nobody else
+        if schedule is not None and self.inside:
+            raise Invalid(
+                f"lr cannot be applied: this optimizer has its rate inside. Leave lr out, or {updaters[0].fixed}"
+            )
+        own = None if counts(schedule) else updaters[0].rate()  # refuses a scheduler inside, which would be ignored
         if schedule is None:
-            own = updaters[0].rate()
-            schedule = constant(0.1 if own is None else own)
+            if own is None:
+                raise Invalid("this optimizer has no rate of its own: pass lr=... to the Trainer")
+            schedule = constant(own)
         if isinstance(schedule, Plateau):
             self._past = schedule.state()
             self.plateau = plateau = Plateau.from_state(self._past)  # a copy: the user's is left as it was
@@ -122,6 +138,10 @@ class Rates:
             for updater in updaters:
                 updater.moved = moved
         self.given = schedule
+
+    def shown(self, lr: float) -> float | None:
+        """A rate for the history and the log; None if the optimizer has another one inside."""
+        return None if self.inside else as_written(lr, self.dtype)
 
     def epoch(self, epoch: int) -> list[float]:
         """The rates of all updates of an epoch."""
@@ -154,7 +174,7 @@ class Rates:
         if self.plateau:
             trace, past = self.plateau.trace(), self._past["t"]  # what was observed before this fit is not part of it
             return (trace.shift(past) if past else trace).in_epochs(self.steps)
-        return self._rate if isinstance(self._rate, Schedule) else None
+        return self._rate if isinstance(self._rate, Schedule) and not self.inside else None
 
     def _rounded(self, lr: float) -> float:
         with np.errstate(over="ignore"):

@@ -130,11 +130,14 @@ def _check_job(script: Path | None, **of_built_in: Any) -> None:
 
 def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
     from samestep.processes.place import OVERRIDES
+    from samestep.training.trainer import Trainer
 
-    os.environ[OVERRIDES] = json.dumps(given)
+    os.environ[OVERRIDES], before = json.dumps(given), Trainer.made
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+    if given and Trainer.made == before:
+        sys.stderr.write(f"samestep: {script} has made no Trainer, so that the options had no effect\n")
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -207,7 +210,8 @@ def export(
     from samestep.runs.run import export as write
 
     step = write(source, target, best, average)
-    out.print(f"{target}: the weights {'at the end' if step is None else f'after step {step}'}", markup=False)
+    which = "the averaged weights" if average else "the weights"
+    out.print(f"{target}: {which} {'at the end' if step is None else f'after step {step}'}", markup=False)
 
 
 @app.command()

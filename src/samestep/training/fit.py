@@ -30,7 +30,7 @@ from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
 from samestep.runs.folder import RunFolder
 from samestep.runs.log import Event, events
 from samestep.runs.run import Run
-from samestep.schedules.rates import Rates, as_written, ends_early
+from samestep.schedules.rates import Rates, doubt
 from samestep.shards import cut_pass, tree_sum
 from samestep.signals import Signals, heard
 from samestep.training.measuring import checked, measured
@@ -74,9 +74,7 @@ class Fit:
                 examples.check(settings.batch_size, settings.sampling)
         self.shape, self.measure = measured(settings, backend, model, data.train)
         if data.test:
-            shape, other = measured(settings, backend, model, data.test)  # an error comes now, and not after an epoch
-            if shape.column != self.shape.column:
-                raise Invalid("test y must have as many axes as train y: one is of shape (n,) and the other of (n, 1)")
+            _, other = measured(settings, backend, model, data.test)  # an error comes now, and not after an epoch
             ways = [(m.kind, sorted(m.style) if isinstance(m.style, tuple) else m.style) for m in (other, self.measure)]
             if ways[0] != ways[1]:
                 raise Invalid("test must have the structure of train: the model takes its examples in another way")
@@ -113,8 +111,8 @@ class Fit:
         self.rates = Rates(
             settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape, settings.monitor
         )
-        if world.rank == 0 and (early := ends_early(settings.schedule, steps, settings.max_epochs)):
-            warnings.warn(early, stacklevel=4)
+        if world.rank == 0 and (told := doubt(settings.schedule, steps, settings.max_epochs)):
+            warnings.warn(told, stacklevel=4)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs)
         about = recipe(self, model)
         names = [json.loads(text) for text in world.collect(json.dumps(list(map(str, devices))).encode())]
@@ -234,7 +232,7 @@ class Fit:
             raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
         self.result._tensors, self.result.fingerprint = tensors, fingerprint.of_weights(tensors)
         self.result.schedule = self.rates.applied()
-        self.result.folder = self.folder.path if self.folder else None
+        self.result.folder = Path(self.settings.run_dir) if self.settings.run_dir is not None else None
         if self.result.interrupted:
             return self.average(evaluate=False)
         if self.folder:
@@ -293,7 +291,7 @@ class Fit:
             [math.fsum(column) for column in more.T], len(self.data.train),
         )  # fmt: skip
         row: dict[str, Any] = {
-            "epoch": epoch + 1, "step": self.step, "lr": as_written(rates[-1], self.shape.dtype),
+            "epoch": epoch + 1, "step": self.step, "lr": self.rates.shown(rates[-1]),
             **{f"train_{name}": value for name, value in train.items()}, **{f"test_{name}": None for name in train},
             "seconds": time.perf_counter() - began,
         }  # fmt: skip
@@ -345,7 +343,7 @@ class Fit:
         hexes = [f"{int(value):016x}" for value in prints]
         self.result.fingerprints += hexes
         batches = self.batches[start : start + len(pending)]
-        used = [as_written(lr, self.shape.dtype) for lr in rates[start : start + len(pending)]]
+        used = [self.rates.shown(lr) for lr in rates[start : start + len(pending)]]
         self.emit({
             "event": "steps", "epoch": epoch + 1, "first": first, "lr": used,
             "examples": [spans[-1][1] - spans[0][0] for spans in batches], "loss": losses.tolist(),

@@ -2,14 +2,15 @@
 
 A loss must be one of the batch, whichever way that is cut into shards. One that a user has written is tried: on the first
 batch as a whole, and shard by shard. Its gradient is tried, too: at the start of a training all tokens may cost the same, and
-then a mean over tokens has the value, but not the gradient, of a mean over shards. A loss of the framework's is tried, too, if
-the output is of shape (n, 1) and y of (n,): most would compare every output with every y.
+then a mean over tokens has the value, but not the gradient, of a mean over shards. Any loss is tried with made-up numbers if
+the output is of another shape than y, such as (n, 1) and (n,): most would compare every output with every y.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from samestep import draws
 from samestep.backends.losses import MEAN, SUM, WEIGHTED, Measure, Shape, Wide
 from samestep.data.convert import narrowed
 from samestep.data.feed import Feed, Pass
+from samestep.devices import cpu
 from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.processes import place
 from samestep.shards import Span, cut, tree_sum
@@ -35,7 +37,10 @@ if TYPE_CHECKING:
 
 # By how much two ways to add may differ, of losses and of gradients; a model of float32 may compute in 16 bits.
 ROUNDING = {"float32": (1e-3, 1e-2), "float64": (1e-9, 1e-7)}
-ORDER = {"float32": 1e-5, "float64": 1e-12}  # the same numbers, added in another order
+ALIKE = {  # what to do about shapes of one output and one y
+    ((1,), ()): "y[:, None], or output.squeeze(1) in the model",
+    ((), (1,)): "y[:, 0], or output[:, None] in the model",
+}
 
 
 def check_metrics(metrics: Any) -> tuple[tuple[str, Any], ...]:
@@ -65,7 +70,30 @@ def measured(settings: Trainer, backend: Backend, model: Any, examples: Arrays |
             shape = backend.probe(model, measure, *narrowed(x, y), name)
             if place.find().rank == 0:
                 warnings.warn(told, stacklevel=4)
-    return shape, replace(measure, kind=shape.kind)
+    measure = replace(measure, kind=shape.kind)
+    if shape.unlike and compares_all(backend, measure, shape, y.dtype.kind):
+        output, target = (f"(n{''.join(f', {size}' for size in one)}{',' * (not one)})" for one in shape.unlike)
+        told = f"the output is of shape {output} and {examples.name} y of {target}, and the loss compares every output with"
+        raise Invalid(f"{told} every y: use {ALIKE.get(shape.unlike, 'one shape for both')}")
+    return shape, measure
+
+
+def compares_all(backend: Backend, measure: Measure, shape: Shape, kind: str) -> bool:
+    """Whether a loss depends on the numbers in y, but not on which y belongs to which output."""
+    assert shape.unlike
+    chance, (size, axes) = np.random.default_rng(0), ((5, *one) for one in shape.unlike)
+    output, y = chance.random(size).astype(shape.dtype), chance.random(axes).astype(shape.dtype)
+    if kind != "f":  # 0, 1, 0, 1, 0
+        y = np.indices(axes)[0] % 2
+
+    def loss(y: Numbers) -> float:
+        return float(np.sum(backend.get(backend.loss_of(measure, *(backend.put(a, cpu()) for a in (output, y)))[0])))
+
+    with warnings.catch_warnings(), suppress(Exception):  # it may want other numbers, and fail in any way
+        warnings.simplefilter("ignore")
+        right, turned, others = loss(y), loss(np.roll(y, 1, axis=0)), loss(1 - y)
+        return abs(turned - right) <= 1e-5 * abs(right) and abs(others - right) > 1e-3 * abs(right)
+    return False
 
 
 def checked(
@@ -77,19 +105,14 @@ def checked(
     trains: whether there will be steps, so that the gradient counts, too.
     """
     n, tree, key = min(settings.batch_size, len(feed.examples)), tree_sum, draws.evaluation_keys(settings.seed, 2)
-    unlike = shape.column is not None  # the shapes of output and y
-    if not (shape.foreign or unlike) or n < 2:
+    if not shape.foreign or n < 2:
         return measure
     spans = [(0, n), *(span for span in cut(n, max(2, settings.shards)) if span[0] < span[1])]
-    sampling = "without_replacement" if unlike else settings.sampling  # in order, all y of a batch may be equal
-    pass_ = feed.start(draws.order(settings.seed, 0, len(feed.examples), sampling), spans)
+    pass_ = feed.start(draws.order(settings.seed, 0, len(feed.examples), settings.sampling), spans)
     replica = backend.replica(model, measure, device, settings.shards, capture=False)
 
-    def evaluate(pass_: Pass, span: Span, key: int, turned: bool = False) -> Any:
-        x, y = pass_.shard(span, device)
-        if turned:  # every output meets the y of another example
-            y = backend.put(np.roll(backend.get(y), 1, axis=0), device)
-        return backend.get(replica.evaluate(x, y, key)).astype(np.float64)
+    def evaluate(pass_: Pass, span: Span, key: int) -> Any:
+        return backend.get(replica.evaluate(*pass_.shard(span, device), key)).astype(np.float64)
 
     pass_.prepare(spans)
     try:  # one after the other: what hides something in a global is for the rehearsal to find
@@ -99,13 +122,19 @@ def checked(
         return measure  # the whole is larger than what is to be computed
     if not np.array_equal(again, rows[0], equal_nan=True):
         return measure  # it draws random numbers in evaluation, too: no two of these are alike
-    sizes, (rounding, slack) = [hi - lo for lo, hi in spans], ROUNDING[shape.dtype]
-    over = _over(measure.kind, [whole, *rows], sizes)
-    # If the whole is not finite, the first step tells; if only shards are not, they have nothing to average.
-    if not np.isfinite(whole[0]) or not over[0] or (measure.kind == SUM and not unlike):
+    sizes = [hi - lo for lo, hi in spans]
+    over = [row[2] for row in (whole, *rows)] if measure.kind == WEIGHTED else sizes
+    losses, (rounding, slack) = [row[0] for row in rows], ROUNDING[shape.dtype]
+
+    def alike(by_shards: float, of_whole: float) -> bool:
+        least = max(abs(loss / size) for loss, size in zip(losses, sizes[1:], strict=True))  # if they cancel out
+        return bool(abs(by_shards - of_whole) <= rounding * max(abs(of_whole), least))
+
+    finite = np.isfinite(whole[0])  # if not, the first step tells; if only shards are not, they have nothing to average
+    if not finite or not over[0] or measure.kind == SUM:
         return measure
-    kind = _kind(measure.kind, [whole, *rows], sizes, rounding)
-    if kind == measure.kind:
+    by_shards = tree(losses) / tree(over[1:])
+    if alike(by_shards, whole[0] / over[0]):
         passes = [pass_.again(span) for span in (*spans, spans[1])] if trains and replica.slopes else []
         try:
             (apart,) = backend.map([partial(_apart, replica, passes, over, key)])
@@ -114,49 +143,20 @@ def checked(
         if not apart > slack:
             return measure
         told = f"the gradient of the first batch and that by its shards differ by {apart:.1%}"
-    elif kind:
-        return replace(measure, kind=kind)
     else:
-        by_shards = tree([row[0] for row in rows]) / tree(over[1:])
+        values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
+        if measure.kind == MEAN and alike(tree(values), whole[0] / n):
+            return replace(measure, kind=SUM)
         told = f"the loss of the first batch is {whole[0] / over[0]:.6g}, and by its shards {by_shards:.6g}"
     again = pass_.again(spans[1]).shard(spans[1], device)
     ((_, traces),) = backend.map([partial(replica.inside, *again)])
     if len(set(traces)) > 1:
         return measure  # it is another program each time it is traced: the rehearsal tells
-    turn = partial(evaluate, pass_.again(spans[0]), spans[0], key[0], turned=True)
-    turned = backend.map([turn])[0] if unlike else [np.inf]
-    if abs(turned[0] - whole[0]) <= ORDER[shape.dtype] * abs(whole[0]):  # whichever y belongs to an output
-        two, how = f"({n}, 1) and y of ({n},)", "y[:, None], or output.squeeze(1)"
-        if not shape.column:
-            two, how = f"({n},) and y of ({n}, 1)", "y[:, 0], or output[:, None]"
-        told = f"the output is of shape {two}, and the loss compares every output with every y"
-        raise Invalid(f"{told}: use {how} in the model")
     how = "Return (sum, weight) from it" if settings.loss else "Pass loss=f(output, batch) that returns (sum, weight)"
     raise Invalid(
         f"{told}: the loss couples examples, or is a mean over something else. {how}, which are added up over the shards and "
         "then divided; or say with loss=samestep.per_shard(f) that the shard is meant"
     )
-
-
-def _over(kind: str, table: Sequence[Any], sizes: Sequence[float]) -> Sequence[float]:
-    """What the losses of a batch and of its shards are divided by; `table` has [loss, hits, more] of each."""
-    if kind == SUM:
-        return [1.0, *(1 / len(table[1:]) for _ in table[1:])]
-    return [row[2] for row in table] if kind == WEIGHTED else sizes
-
-
-def _kind(kind: str, table: Sequence[Any], sizes: Sequence[float], rounding: float) -> str | None:
-    """As what the loss of a batch follows from those of its shards: as this kind, or as a sum; None: it does not."""
-    over, (whole, *losses) = _over(kind, table, sizes), [row[0] for row in table]
-    values = [loss / size for loss, size in zip(losses, sizes[1:], strict=True)]
-
-    def alike(by_shards: float, of_whole: float) -> bool:
-        most = max(abs(of_whole), *map(abs, values))  # they may cancel out
-        return bool(abs(by_shards - of_whole) <= rounding * most)
-
-    if alike(tree_sum(losses) / tree_sum(over[1:]), whole / over[0]):
-        return kind
-    return SUM if kind == MEAN and alike(tree_sum(values), whole / sizes[0]) else None
 
 
 def _apart(replica: Replica, passes: Sequence[Pass], over: Sequence[float], keys: Sequence[int]) -> float:

@@ -33,6 +33,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
+def rate(lr: float | None) -> list[str]:
+    """What there is to say of a rate: nothing, if only the optimizer knows it."""
+    return [] if lr is None else [f"rate {lr:.4g}"]
+
+
 def clock(seconds: float | None) -> str:
     """
     >>> clock(83.4), clock(3723), clock(None)
@@ -86,7 +91,7 @@ class Display:
             scores += f"  accuracy {percent(sum(map(sum, event['hits'])) / count)}"
         over = f"(last {f'{steps} steps' if steps > 1 else 'step'})"
         speed = count / max(now - self.since, 1e-9)
-        parts = [f"{scores} {over}", f"{speed:,.0f} examples/s", f"rate {event['lr'][-1]:.4g}"]
+        parts = [f"{scores} {over}", f"{speed:,.0f} examples/s", *rate(event["lr"][-1])]
         self.since = now
         self._draw(event["epoch"], event["first"] + steps, parts)
 
@@ -107,7 +112,7 @@ class Display:
         line = f"epoch {event['epoch']:>3}/{self.epochs}  train {event['train_loss']:.4f} {percent(event['train_accuracy'])}"
         if event["test_loss"] is not None:
             line += f"  test {event['test_loss']:.4f} {percent(event['test_accuracy'])}"
-        self.say(f"{line}  rate {event['lr']:.4g}  {event['seconds']:.2f} s")
+        self.say("  ".join([line, *rate(event["lr"]), f"{event['seconds']:.2f} s"]))
         self.since = time.perf_counter()  # the time of the evaluation is not counted as training
 
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 Hashes = dict[str, str]  # of what a shard took and gave, by name; causes come before what follows from them
 RESULT = "its result"
 READ = (
-    "a source must give the same example for an index each time: does it draw, or share a file position or a cache? Random "
-    "parts belong into Data(transform=f), f(x, y, rng)"
+    "a source must give the same example for an index each time: does it draw, or share a file position or a cache? What is "
+    "random belongs into Data(transform=f), where f(x, y, rng) draws from rng alone"
 )
 COMPUTED = (
     "only weights, state, examples and key may decide it: does the model or the loss use Python's or NumPy's random numbers, a "

@@ -14,7 +14,7 @@ from samestep.backends.jax.flat import FlatTree
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.layout import Tensors, on_host
 from samestep.backends.updaters import Clip, NativeUpdater
-from samestep.errors import WrongType
+from samestep.errors import WrongType, told
 
 
 class JaxUpdater(NativeUpdater):
@@ -27,18 +27,20 @@ class JaxUpdater(NativeUpdater):
 
     def __init__(self, given: Any, replica: JaxReplica, clip: Clip) -> None:
         super().__init__(replica, clip)
-        ready = hasattr(given, "init") and hasattr(given, "update")
-        made = given if ready else given(0.1)
+        ready, got = hasattr(given, "init") and hasattr(given, "update"), type(given).__name__
+        try:
+            made = given if ready else given(0.1)
+        except TypeError as error:  # it does not take a rate, or is no function
+            made, got = None, f"{got}, which raised {told(error)}"
         if not (hasattr(made, "init") and hasattr(made, "update")):
-            raise WrongType(
-                "optimizer must be an optax transformation, or a function that makes one from a rate, "
-                f"got {type(given).__name__}"
-            )
+            kinds = "an optax transformation, such as optax.adam(1e-3), or a function that makes one from a rate"
+            raise WrongType(f"optimizer must be {kinds}, got {got}")
         tree = replica.trees[0]
         self.state = jax.jit(lambda vector: made.init(tree.unflatten([vector])))(replica.parameters)
         own = "hyperparams" if "learning_rate" in getattr(self.state, "hyperparams", {}) else "fixed"
         self._way = own if ready else "rate"
-        self.fixed, self._update = self._way == "fixed", update_of(ById.wrap(given), self._way, tree)
+        how = "pass the function that makes the optimizer (optimizer=optax.adam), or use optax.inject_hyperparams"
+        self.fixed, self._update = how * (self._way == "fixed"), update_of(ById.wrap(given), self._way, tree)
 
     def __repr__(self) -> str:
         """What it computes, hashed: an optax transformation does not say what it was made from."""

@@ -69,7 +69,6 @@ def _made(given: Any) -> Any:
     made = given() if callable(given) and not isinstance(given, mx.optimizer.Optimizer) else given
     if not isinstance(made, mx.optimizer.Optimizer):
         raise WrongType(
-            "optimizer must be an mxnet.optimizer.Optimizer, the name of one, or a function that makes one, "
-            f"got {type(made).__name__}"
+            f"optimizer must be an mxnet.optimizer.Optimizer, or a function that makes one, got {type(made).__name__}"
         )
     return made

@@ -190,6 +190,8 @@ class TensorflowBackend(Backend):
 
     def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> TensorflowReplica:
         self.require(device)
+        if isinstance(model, keras.Layer) and not model.built and not model.weights:  # a fit builds it
+            raise Invalid(f"the model {self.describe(model)} has no weights yet: call it once, or model.build(shape)")
         # One program for all replicas of a run, and no longer: the model can be changed before the next one.
         key = id(model), shards
         program = self._programs.get(key)

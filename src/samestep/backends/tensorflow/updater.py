@@ -34,7 +34,8 @@ class TensorflowUpdater(NativeUpdater):
         names = [variable.path for variable in self.optimizer.variables]
         self._names = [name.partition("/")[2] for name in names]
         self.state = [np.array(variable.numpy()) for variable in self.optimizer.variables]
-        self.fixed = isinstance(self.optimizer.get_config()["learning_rate"], dict)
+        inside = isinstance(self.optimizer.get_config()["learning_rate"], dict)
+        self.fixed = "give the optimizer a number for its learning_rate" * inside
         self._rate_index = None if self.fixed else [name.endswith("/learning_rate") for name in names].index(True)
         self._first_rate = 1.0 if self._rate_index is None else float(self.state[self._rate_index])
         self._past = f", state={of_weights(self.tensors())[:16]}" if int(self.state[0]) else ""  # what it came with
@@ -92,6 +93,10 @@ def made_for(variables: list[keras.Variable], given: Any) -> keras.optimizers.Op
         raise WrongType(f"optimizer must be {kinds}, got {type(given).__name__}")
     if isinstance(made, keras.optimizers.LossScaleOptimizer):
         raise WrongType("LossScaleOptimizer wants the loss scaled, which the Trainer does not: use the one inside it")
+    if made.use_ema and not made.ema_overwrite_frequency:  # Keras's own fit puts the average into the model at its end
+        raise WrongType(
+            "use_ema without ema_overwrite_frequency has no effect here: pass average=samestep.ema(...) instead"
+        )
     optimizer = type(made).from_config(made.get_config()) if made is given else made
     optimizer.build(variables)
     for name in sorted(dict(in_python(made) - in_python(optimizer))):

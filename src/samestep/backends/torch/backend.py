@@ -195,6 +195,8 @@ class TorchBackend(Backend):
             torch._C._set_mkldnn_enabled(False)  # its LSTM differs between CPUs; `_settings` puts this back
         if any(isinstance(layer, torch.jit.ScriptModule) for layer in model.modules()):
             raise WrongType("a model of torch.jit cannot be copied around other weights: pass what it was made from")
+        if any(isinstance(p, UninitializedParameter) for p in model.parameters()):  # a fit makes them
+            raise Invalid(f"the model {self.describe(model)} has no weights yet: call it once with an example")
         if self.portable and any(hasattr(layer, "_orig_mod") for layer in model.modules()):
             raise Invalid("portable: torch.compile writes kernels for this CPU: leave it out")
         with self.explained():

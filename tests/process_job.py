@@ -195,7 +195,8 @@ def zoo(folder: Path, names: list[str] | None = None, counts: tuple[int, ...] = 
 def one(folder: Path, name: str = "dropout", devices: int = 1, **settings: Any) -> dict[str, Any]:
     """One fit, with what befalls it."""
     result = trained(name, folder, devices, **settings)[2]
-    return {"run": outcome(result), "resumed": result.resumed, "folder": str(result.folder)}
+    best = result.best.fingerprint if result.folder else None
+    return {"run": outcome(result), "resumed": result.resumed, "folder": str(result.folder), "best": best}
 
 
 def several(folder: Path, fits: int = 1, **settings: Any) -> dict[str, Any]:

@@ -52,6 +52,14 @@ def test_the_trained_model_is_one_object_in_evaluation_mode():
     assert float((scores(run.model).argmax(1) == y).mean()) == run.history[-1]["test_accuracy"]
 
 
+@pytest.mark.skipif(suite.BACKEND != "torch", reason="the model is trained further by hand, in PyTorch")
+def test_weights_are_those_of_the_fit_whatever_becomes_of_the_model():
+    run = fit()
+    for parameter in run.model.parameters():
+        parameter.data.zero_()
+    assert of_weights({name: array.numpy() for name, array in run.state_dict().items()}) == run.fingerprint
+
+
 def test_weights_for_the_frameworks_own_loader(tmp_path):
     run, model = fit(), make()
     state = run.state_dict()

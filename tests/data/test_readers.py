@@ -396,6 +396,31 @@ def test_a_signal_to_the_group_is_not_for_workers() -> None:
         assert os.getpgrp() not in pids
 
 
+def test_a_worker_that_is_still_starting_does_not_hear_of_a_ctrl_c() -> None:
+    with started(sources.Telling()) as workers:
+        [child] = multiprocessing.active_children()
+        os.kill(int(child.pid or 0), signal.SIGINT)  # it imports NumPy now
+        assert int(workers.read(np.arange(1))[0][0, 0]) == child.pid
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])  # the run itself does
+
+
+class Broken(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 33:
+            raise ValueError("broken image")
+        return X[i], Y[i]
+
+
+@pytest.mark.parametrize("readers", [None, 0, 2])
+def test_an_error_inside_an_item_is_the_users_own(readers: int | None) -> None:
+    with pytest.raises(ValueError, match=r"^broken image$") as caught:
+        fit(Data(Broken(), readers=readers))
+    assert type(caught.value) is ValueError
+
+
 PARENT = """
 import os, signal, numpy as np, sources
 from samestep.data.readers import Workers

@@ -325,9 +325,10 @@ def test_a_run_goes_on_with_other_processes(
             given[f"rank {count - 1}"] = {"befall": ["raise", fails]}
         ranks = launch(count, "one", checkpoint_every=1, **given).end()
         if fails is None:
-            for rank, seen in enumerate(ranks):
+            for seen in ranks:
                 assert (seen.status, seen.told["resumed"]) == (0, before)
-                assert seen.told["folder"] == (str(tmp_path / "run") if rank == 0 else "None")
+                assert seen.told["folder"] == str(tmp_path / "run")
+                assert seen.told["best"] == ss.Run.load(tmp_path / "run").best.fingerprint
                 check_same(expected, seen.told, name)
         else:
             assert [seen.status for seen in ranks] == [1] * count

@@ -526,7 +526,9 @@ def test_a_schedule_that_is_over_early_is_told(schedule, end, rate):
     "schedule",
     [None, constant(0.1), constant(0.1).warmup(5), drops(0.1, [5, 8], 0.1), piecewise([5, 8], [0.1, 0.01, 0.001]),
      constant(0.1).warmup(5) * drops(1, [1000], 0.1), cosine(0.1, 500, end=0.01), exponential(0.1, 0.9), triangle(0, 1, 5),
-     cosine(0.1, 10).restart(10), cosine(0.1, 10).then(constant(0.2), 10), table([0.1] * 10), Plateau(0.1), by_hand],
+     cosine(0.1, 10).restart(10), cosine(0.1, 10).then(constant(0.2), 10), table([0.1] * 10),
+     cosine(0.1, 10).then(constant(0.01), 10), cosine(0.1, 10) + constant(0.01), cosine(0.1, 10).hold(8),
+     Plateau(0.1), by_hand],
     ids=repr,
 )  # fmt: skip
 def test_what_is_meant_to_stay_at_its_rate_is_not_told(schedule):

@@ -291,6 +291,31 @@ def test_a_model_that_gives_one_number_for_all_hides_nothing() -> None:
     assert told_of_shapes(nn.MSELoss(), model) == BROADCAST
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("loss", [nn.MSELoss(), lambda output, y: ((output - y) ** 2).mean()])
+def test_labels_that_are_all_equal_hide_nothing(loss: Any) -> None:
+    assert told_of_shapes(loss, y=0 * X[:, 0]) == BROADCAST
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("size", "shape", "told"),
+    [
+        ((1, 1), (), "(n, 1, 1) and train y of (n,)"),
+        ((3,), (1, 3), "(n, 3) and train y of (n, 1, 3)"),
+    ],
+)
+def test_other_shapes_that_broadcast_are_refused(size: Any, shape: Any, told: str) -> None:
+    y = np.random.default_rng(1).standard_normal((N, *shape))
+    model = nn.Sequential(nn.Linear(4, int(np.prod(size))), nn.Unflatten(1, size)).double()
+    what = f"the output is of shape {told}, and the loss compares every output with every y: use one shape for both"
+    assert told_of_shapes(nn.MSELoss(), model, y) == what
+
+
+def test_a_loss_that_does_not_look_at_y_is_accepted() -> None:
+    assert told_of_shapes(lambda output, y: (output**2).mean()) == ""
+
+
 def test_losses_that_want_these_shapes_are_accepted() -> None:
     assert told_of_shapes(lambda output, y: (output.squeeze(1) - y) ** 2) == ""
     assert told_of_shapes(lambda output, y: F.mse_loss(output.flatten(), y, reduction="sum")) == ""

@@ -87,7 +87,8 @@ def compares_all(backend: Backend, measure: Measure, shape: Shape, kind: str) ->
         y = np.indices(axes)[0] % 2
 
     def loss(y: Numbers) -> float:
-        return float(np.sum(backend.get(backend.loss_of(measure, *(backend.put(a, cpu()) for a in (output, y)))[0])))
+        tensors = (backend.put(array, cpu()) for array in (output, y))
+        return float(np.sum(backend.get(backend.loss_of(measure, *tensors)[0])))
 
     with warnings.catch_warnings(), suppress(Exception):  # it may want other numbers, and fail in any way
         warnings.simplefilter("ignore")

@@ -218,6 +218,8 @@ class TensorflowBackend(Backend):
         return tf.reduce_sum(each * tf.cast(counts, scores.dtype)), tf.math.count_nonzero(counts)
 
     def call_loss(self, loss: Any, output: Any, y: Tree) -> Any:
+        if isinstance(output, np.ndarray):  # which `put` gives during a run
+            output, y = tf.constant(output), mapped(tf.constant, y)
         value = weighted(loss, output, y)
         if value is None:
             value = loss(y, output) if wants_labels_first(loss) else loss(output, y)

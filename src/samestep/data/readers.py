@@ -30,9 +30,8 @@ class Workers:
         for _ in range(count):
             ours, theirs = socket.socketpair()
             process = context.Process(target=_work, args=(theirs,), name=NAME, daemon=True)
-            before = signal.pthread_sigmask(
-                signal.SIG_BLOCK, [signal.SIGINT]
-            )  # which it inherits: Ctrl-C is for the run
+            # Which it inherits: also while it starts, Ctrl-C is for the run alone.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
                 process.start()
             finally:

@@ -195,7 +195,7 @@ def zoo(folder: Path, names: list[str] | None = None, counts: tuple[int, ...] = 
 def one(folder: Path, name: str = "dropout", devices: int = 1, **settings: Any) -> dict[str, Any]:
     """One fit, with what befalls it."""
     result = trained(name, folder, devices, **settings)[2]
-    best = result.best.fingerprint if result.folder else None
+    best = result.best.fingerprint if result.folder and not result.interrupted else None
     return {"run": outcome(result), "resumed": result.resumed, "folder": str(result.folder), "best": best}
 
 

@@ -105,7 +105,7 @@ def test_state_is_what_was_declared() -> None:
 
 def test_what_is_so_unless_a_framework_says_otherwise() -> None:
     assert Numpy().side_by_side is False
-    assert (Backend.portable, Backend.state, Updater.fixed, Updater.moved) == (False, (), False, ())
+    assert (Backend.portable, Backend.state, Updater.fixed, Updater.moved) == (False, (), "", ())
     assert Backend.describe(ARRAYS, Numpy()) == "Numpy"  # type: ignore[arg-type]
     assert Backend.in_memory(ARRAYS, np.ones(1)) is None  # type: ignore[arg-type]
     assert Backend.reshape(ARRAYS, np.ones(6), [2, 3]).shape == (2, 3)  # type: ignore[arg-type]

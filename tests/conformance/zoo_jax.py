@@ -149,8 +149,8 @@ def changes():
                                       {"model": lambda: Fields(nn.Dropout(0.5), 2.0)}, "model"),
         "what a Pair closes over": ({"model": lambda: pair(1.0)}, {"model": lambda: pair(2.0)}, "<lambda>()"),
         "the formula of a schedule": ({"schedule": lambda t: 0.1}, {"schedule": lambda t: 0.1 + t}, "<lambda>()"),
-        "how an optimizer is made": ({"optimizer": lambda lr: optax.sgd(lr)},
-                                     {"optimizer": lambda lr: optax.sgd(learning_rate=lr)}, "<lambda>()"),
+        "how an optimizer is made": ({"optimizer": lambda lr: optax.sgd(lr), "lr": 0.1},
+                                     {"optimizer": lambda lr: optax.sgd(learning_rate=lr), "lr": 0.1}, "<lambda>()"),
         "a scheduler": ({"schedule": lambda: optax.cosine_decay_schedule(0.1, 5)},
                         {"schedule": lambda: optax.cosine_decay_schedule(0.1, 6)}, "schedule"),
     }  # fmt: skip

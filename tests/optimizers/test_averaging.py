@@ -239,7 +239,9 @@ def test_without_an_average(tmp_path):
     assert not (tmp_path / "run" / "average.safetensors").exists()
     with pytest.raises(Invalid) as caught:
         _ = run.average_model
-    assert str(caught.value) == "this run has no average: pass average=samestep.swa(...) to the Trainer"
+    assert str(caught.value) == (
+        "this run has no average: pass average=samestep.swa(...) to the Trainer; run.best has none, but the run itself"
+    )
 
 
 def test_a_path_on_which_every_rate_is_zero_has_no_average(tmp_path):

@@ -355,7 +355,9 @@ def test_processes_know_their_places_and_nothing_of_those_of_ours(monkeypatch: p
     for way in (Way(), Way(1, 2)):
         with Start(job, way, Path("run")) as start:
             assert start.wait() == 0
-        places += [json.loads(line) for line in sorted(start.said().splitlines())]
+        *shown, told = sorted(start.said().splitlines(), key=lambda line: line.startswith("samestep: "))
+        assert told.endswith("has made no Trainer, so that the options had no effect")  # by one process for all
+        places += [json.loads(line) for line in sorted(shown)]
     settings = [json.loads(place.pop("SAMESTEP_OVERRIDES")) for place in places]
     assert [given["devices"] for given in settings] == ["1", "1", "1"]
     assert not any("seed" in given for given in settings)

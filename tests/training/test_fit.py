@@ -17,6 +17,7 @@ from samestep.backends.losses import SUM, WEIGHTED, Measure
 from samestep.errors import NotFinite
 from samestep.models.torch import mlp
 from samestep.runs.folder import RunFolder
+from samestep.schedules.rates import as_written
 from samestep.training import fit as fitting
 from samestep.training.fit import Fit
 
@@ -50,7 +51,7 @@ def looked_at(numbers: Any, **about: Any) -> tuple[Any, Any, Any]:
     one: Any = SimpleNamespace(
         backend=SimpleNamespace(fetch=np.concatenate), settings=SimpleNamespace(shards=2), batches=batches, emit=told.append,
         shape=SimpleNamespace(classes=3, dtype="float32"), result=SimpleNamespace(fingerprints=["before"]),
-        measure=Measure(), warned=False,
+        measure=Measure(), warned=False, rates=SimpleNamespace(shown=lambda lr: as_written(lr, "float32")),
         group=SimpleNamespace(weighted=False),
     )  # fmt: skip
     one.weights_of = lambda more: Fit.weights_of(one, more)

@@ -28,7 +28,7 @@ from samestep.backends import find
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
-from samestep.processes.launch import engine_for, launch
+from samestep.processes.launch import engine_for, launch, numbered
 from samestep.processes.place import COMMAND, MEET
 from samestep.screen import job
 from samestep.screen.ending import report
@@ -136,7 +136,7 @@ def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> No
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
-    if given and Trainer.made == before:
+    if given and Trainer.made == before and not numbered():  # the first process speaks for all
         sys.stderr.write(f"samestep: {script} has made no Trainer, so that the options had no effect\n")
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep import draws, portable
 from samestep.backends.base import Array, Backend, Model
@@ -118,7 +118,7 @@ class Trainer:
     accept: str | Sequence[str] = ()
     num_gpus: int | None = None
 
-    made: ClassVar[int] = 0  # how many there were in this process
+    made = 0  # how many there were in this process; no setting, so without a type
 
     def __post_init__(self) -> None:
         Trainer.made += 1

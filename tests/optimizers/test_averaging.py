@@ -240,7 +240,7 @@ def test_without_an_average(tmp_path):
     with pytest.raises(Invalid) as caught:
         _ = run.average_model
     assert str(caught.value) == (
-        "this run has no average: pass average=samestep.swa(...) to the Trainer; run.best has none, but the run itself"
+        "this run has no average: pass average=samestep.swa(...) to the Trainer, and ask the run itself, not run.best"
     )
 
 

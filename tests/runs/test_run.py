@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -519,3 +520,13 @@ def test_a_run_shows_itself_in_one_line(folder: Path) -> None:
         r"Run\(1 epoch, \d+ steps on cpu, train_loss [\d.]+, train_accuracy [\d.]+, fingerprint \w{16}\)", repr(alone)
     )
     assert repr(ss.Run({}, ["cpu"], interrupted=True)) == "Run(0 epochs, 0 steps on cpu, interrupted, fingerprint )"
+
+
+def test_a_lazy_model_must_be_called_before_it_is_loaded(tmp_path):
+    x, y = np.ones((8, 3), "float32"), np.arange(8) % 2
+    ss.Trainer(1, 4, run_dir=tmp_path / "run", progress=False).fit(torch.nn.LazyLinear(2), (x, y))
+    model, kept = torch.nn.LazyLinear(2), ss.Run.load(tmp_path / "run")
+    with pytest.raises(Invalid, match="^the model LazyLinear has no weights yet: call it once with an example$"):
+        kept.model(model)
+    model(torch.ones(1, 3))
+    assert torch.equal(kept.model(model).weight, kept.state_dict()["weight"])

@@ -27,7 +27,7 @@ class Updater(ABC):
     """An optimizer at work on one replica."""
 
     replica: Any
-    fixed = ""  # how to make it, if now its rate is inside it, where no schedule can reach
+    fixed = ""  # if its rate is inside it, where no schedule can reach: what to do instead
     moved: Sequence[Any] = ()  # what a scheduler sets beside the rate, update by update
 
     def rate(self) -> float | None:

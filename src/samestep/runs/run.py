@@ -97,7 +97,7 @@ class Run:
     def average_model(self) -> Model:
         """The same with the averaged weights."""
         if self.average is None:
-            how = "pass average=samestep.swa(...) to the Trainer; run.best has none, but the run itself"
+            how = "pass average=samestep.swa(...) to the Trainer, and ask the run itself, not run.best"
             raise Invalid(f"this run has no average: {how}")
         return self._model("average_model", self.average)
 

@@ -22,7 +22,7 @@ ELSEWHERE = {
 # The reference: a page for each subject, with the rooms whose public names are on it. A new name needs no change here.
 REFERENCE = {
     "training": ["training.trainer", "training.group", "runs.run", "errors"],
-    "data": ["data.examples", "d2l.fashion", "backends.losses"],
+    "data": ["data.examples", "data.fashion", "backends.losses"],
     "optimizers": ["optimizers.rules", "optimizers.grouping", "optimizers.averaging"],
     "schedules": ["schedules"],
     "devices": ["devices", "backends.arrays", "d2l.by_hand"],

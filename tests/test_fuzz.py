@@ -30,7 +30,7 @@ import typer
 import samestep as ss
 from samestep import checks, portable
 from samestep.backends import find
-from samestep.d2l import fashion
+from samestep.data import fashion
 from samestep.devices import resolve
 from samestep.errors import Invalid, SamestepError
 from samestep.processes import place

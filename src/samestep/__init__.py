@@ -31,7 +31,7 @@ _WHERE = {
     "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
     "backends.losses": ["per_shard"],
     "data.examples": ["Data"],
-    "d2l.fashion": ["fashion_mnist"],
+    "data.fashion": ["fashion_mnist"],
     "devices": ["Device", "cpu", "gpu"],
     "errors": ["SamestepError"],
     "optimizers.averaging": ["ema", "path_average", "swa"],
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
     from samestep.backends.losses import per_shard
     from samestep.d2l.by_hand import allreduce, replicate, split_batch
-    from samestep.d2l.fashion import fashion_mnist
     from samestep.data.examples import Data
+    from samestep.data.fashion import fashion_mnist
     from samestep.devices import Device, cpu, gpu
     from samestep.errors import SamestepError
     from samestep.optimizers.averaging import ema, path_average, swa

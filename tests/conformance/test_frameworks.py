@@ -23,7 +23,7 @@ from conformance.precision import PRECISIONS, computing_in, double
 from samestep import draws, models
 from samestep.backends import find
 from samestep.backends.base import Backend
-from samestep.d2l import fashion
+from samestep.data import fashion
 from samestep.fingerprint import of_weights
 from samestep.screen import cli
 

@@ -24,7 +24,7 @@ LIMIT = 300.0  # seconds for the blocks of one framework on one page
 # hashes are put where those of the real one are, in every process: the snippets, the commands and the files stay as they are.
 SITE = """
 import json, os
-from samestep.d2l import fashion
+from samestep.data import fashion
 fashion.FILES.update({name: tuple(about) for name, about in json.load(open(os.environ["TINY_FILES"])).items()})
 """
 

@@ -30,7 +30,7 @@ from rich.console import Console
 import samestep as ss
 from samestep import fingerprint as fingerprints
 from samestep.backends import find
-from samestep.d2l import fashion
+from samestep.data import fashion
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes.launch import TOLD
 from samestep.processes.place import COMMAND, MEET, OVERRIDES

@@ -247,7 +247,7 @@ def _ask(framework: str) -> str:
 @app.command()
 def data() -> None:
     """Where each file of Fashion-MNIST is, and whether its hash holds. Nothing is downloaded."""
-    from samestep.d2l import fashion
+    from samestep.data import fashion
 
     files = fashion.status()
     for file in files:  # not a table, which would cut or fold the paths

@@ -30,7 +30,7 @@ def recipe(name: str, epochs: int, batch_size: int) -> tuple[Any, float]:
 
 def train(name: str, framework: str, momentum: float | None, given: dict[str, Any]) -> None:
     """Train a model with its recipe, except for what is given, and print the result."""
-    from samestep.d2l.fashion import fashion_mnist
+    from samestep.data.fashion import fashion_mnist
     from samestep.devices import resolve
     from samestep.optimizers.rules import sgd
     from samestep.training.progress import TITLE

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from samestep.d2l import fashion
+from samestep.data import fashion
 from samestep.errors import DataUnavailable
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = NAMES = (
@@ -432,7 +432,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 # Tells when it is about to wait for the lock, then fetches as any program would.
 FETCHER = """
 import fcntl, json, sys
-from samestep.d2l import fashion
+from samestep.data import fashion
 fashion.FILES, fashion.MIRRORS = json.loads(sys.argv[1]), [sys.argv[2]]
 flock = fcntl.flock
 def telling(*args):

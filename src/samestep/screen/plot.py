@@ -74,3 +74,30 @@ def figure(curves: Curves, unit: str, path: Path) -> None:
         drawing.savefig(path, dpi=150)
     except OSError as error:
         raise Invalid(f"{path} cannot be written to: {error.strerror or error}") from None
+
+
+def of_figure(figure: Any, width: int = 72, height: int = 14) -> Text:
+    """The lines of a figure of matplotlib as text: those of its first axes, with their limits, labels and legend."""
+    axes, text = figure.axes[0], Text()
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    bits, owner = np.zeros((2, height, width), int)
+    for number, line in enumerate(axes.lines):
+        places = axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata().astype(float)))
+        places = places * [2 * width - 1, 4 * height - 1]
+        for start, end in zip(places, [*places[1:], *places[-1:]], strict=True):
+            for x, y in np.rint(np.linspace(start, end, 2 + int(np.abs(end - start).max()))).astype(int):
+                if 0 <= x < 2 * width and 0 <= y < 4 * height:
+                    row = 4 * height - 1 - y
+                    bits[row // 4, x // 2] |= DOTS[row % 4][x % 2]
+                    owner[row // 4, x // 2] = number
+    for row in range(height):
+        text.append(f"{high if row == 0 else low:9.4g}┤" if row in (0, height - 1) else f"{'':9}│")
+        for dots, number in zip(bits[row], owner[row], strict=True):
+            text.append(chr(0x2800 + dots) if dots else " ", COLOURS[number % len(COLOURS)] if dots else "")
+        text.append("\n")
+    text.append(f"{'':9}└{'─' * width}\n{'':9} {left:<10.4g}{axes.get_xlabel():^{width - 20}}{right:>10.4g}\n")
+    names = [label.get_text() for label in axes.get_legend().get_texts()] if axes.get_legend() else [axes.get_ylabel()]
+    for number, name in enumerate(filter(None, names)):
+        text.append(f"{'':10}━━ ", COLOURS[number % len(COLOURS)])
+        text.append(f"{name}\n")
+    return text

@@ -25,7 +25,7 @@ REFERENCE = {
     "data": ["data.examples", "data.fashion", "backends.losses"],
     "optimizers": ["optimizers.rules", "optimizers.grouping", "optimizers.averaging"],
     "schedules": ["schedules"],
-    "devices": ["devices", "backends.arrays", "d2l.by_hand"],
+    "devices": ["devices", "backends.arrays", "processes.by_hand"],
 }
 
 

@@ -37,7 +37,7 @@ _WHERE = {
     "optimizers.averaging": ["ema", "path_average", "swa"],
     "optimizers.grouping": ["group"],
     "optimizers.rules": ["adagrad", "adam", "adamw", "sgd", "sgld"],
-    "d2l.by_hand": ["allreduce", "replicate", "split_batch"],
+    "processes.by_hand": ["allreduce", "replicate", "split_batch"],
     "runs.run": ["Run"],
     "training.group": ["Group"],
     "training.trainer": ["Trainer"],
@@ -47,7 +47,6 @@ _NAMES = dict.fromkeys(__all__, "schedules") | {name: module for module, names i
 if TYPE_CHECKING:
     from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
     from samestep.backends.losses import per_shard
-    from samestep.d2l.by_hand import allreduce, replicate, split_batch
     from samestep.data.examples import Data
     from samestep.data.fashion import fashion_mnist
     from samestep.devices import Device, cpu, gpu
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from samestep.optimizers.averaging import ema, path_average, swa
     from samestep.optimizers.grouping import group
     from samestep.optimizers.rules import adagrad, adam, adamw, sgd, sgld
+    from samestep.processes.by_hand import allreduce, replicate, split_batch
     from samestep.runs.run import Run
     from samestep.schedules.algebra import Schedule
     from samestep.schedules.kinds import *  # noqa: F403

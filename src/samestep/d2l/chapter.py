@@ -115,7 +115,7 @@ class Mended(ast.NodeTransformer):
 
 
 def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | None = None, seed: int = 0,
-        examples: int = 0, console: Console | None = None) -> dict[str, Any]:  # fmt: skip
+        examples: int | None = None, console: Console | None = None) -> dict[str, Any]:  # fmt: skip
     """Run the cells of a tab, in order; what they have defined is returned."""
     cells, console = read(path), console or Console(highlight=False, soft_wrap=True)
     there = [name for name in TABS if any(name in cell.tabs for cell in cells)]

@@ -84,7 +84,9 @@ class Animator:
 class ProgressBoard(Animator):
     """Curves by label: `draw` adds a point to one, or the mean of every_n of them."""
 
-    def __init__(self, xlabel: str | None = None, ylabel: str | None = None, display: bool = True, **options: Any) -> None:
+    def __init__(
+        self, xlabel: str | None = None, ylabel: str | None = None, display: bool = True, **options: Any
+    ) -> None:
         super().__init__(xlabel, ylabel, **options)
         self.display = display
         self._waiting: dict[str, list[tuple[float, float]]] = {}

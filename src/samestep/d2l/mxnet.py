@@ -8,58 +8,43 @@ from typing import Any
 import mxnet as mx
 from mxnet import autograd, gluon, np, npx
 
-from samestep.d2l.names import HyperParameters, Names, ProgressBoard, door
+from samestep.d2l.names import Names, Taught, door
 from samestep.devices import Device
 from samestep.runs.run import Run
 
 Array = Any
 
 
-class Module(gluon.nn.Block, HyperParameters):
-    """A model of the chapters: a `net`, a rate `lr`, and a `board`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.board = ProgressBoard()
-
-    def forward(self, X: Array) -> Array:
-        return self.net(X)
+class Module(Taught, gluon.nn.Block):
+    """A model of the chapters."""
 
 
 class MXNet(Names):
-    framework = "mxnet"
     Module = Module
     normal, arange, zeros, ones, tensor = map(staticmethod, (np.random.normal, np.arange, np.zeros, np.ones, np.array))
+    _framework, _seed = "mxnet", staticmethod(mx.random.seed)
 
-    def native(self, device: Device) -> mx.Context:
-        return mx.cpu(device.index) if device.kind == "cpu" else mx.gpu(device.index)
+    def _native(self, device: Device) -> mx.Context:
+        return mx.Context("cpu" if device.kind == "cpu" else "gpu", device.index)
 
-    def device(self, native: mx.Context) -> Device:
-        return Device("cuda" if native.device_type == "gpu" else "cpu", native.device_id)
+    def _device(self, native: mx.Context) -> Device:
+        return Device.of(f"{native.device_type}:{native.device_id}")
 
-    def array(self, x: Any) -> Array:
+    def _array(self, x: Any) -> Array:
         return np.array(x, dtype="int32" if x.dtype.kind == "i" else x.dtype)
 
     def accuracy(self, y_hat: Array, y: Array) -> Array:
         found = y_hat.argmax(axis=1) if y_hat.ndim > 1 else y_hat
         return (found.astype(y.dtype) == y).astype("float32").sum()
 
-    def evaluate_accuracy_gpu(self, net: Any, data_iter: Any, device: Any = None) -> float:
-        if device is None and isinstance(net, gluon.Block):
-            device = next(iter(net.collect_params().values())).list_ctx()[0]
-        return super().evaluate_accuracy_gpu(net, data_iter, device)
-
-    def lenet(self, X: Array, params: Sequence[Array]) -> Array:
-        W1, b1, W2, b2, W3, b3, W4, b4 = params
-        for weight, bias in ((W1, b1), (W2, b2)):
-            X = npx.relu(npx.convolution(X, weight, bias, kernel=weight.shape[2:], num_filter=len(weight)))
-            X = npx.pooling(X, kernel=(2, 2), stride=(2, 2), pool_type="avg")
-        return np.dot(npx.relu(np.dot(X.reshape(X.shape[0], -1), W3) + b3), W4) + b4
+    def _home(self, net: Any) -> mx.Context:
+        parameters = net.collect_params().values() if isinstance(net, gluon.Block) else ()
+        return next((parameter.list_ctx()[0] for parameter in parameters), None)
 
     def loss(self, y_hat: Array, y: Array) -> Array:
         return -npx.pick(npx.log_softmax(y_hat), y)
 
-    def gradients(self, net: Any, loss: Any, params: Sequence[Array], X: Array, y: Array) -> Sequence[Array]:
+    def _gradients(self, net: Any, loss: Any, params: Sequence[Array], X: Array, y: Array) -> Sequence[Array]:
         with autograd.record():
             value = loss(net(X, params), y).sum()
         value.backward()
@@ -73,13 +58,9 @@ class MXNet(Names):
         """gluon's own, to be initialized: samestep's is of mxnet.nd. It sees the channels in the first batch."""
         return gluon.model_zoo.vision.resnet18_v1(classes=num_classes, thumbnail=True)
 
-    def take(self, model: gluon.Block, run: Run) -> None:
-        for name, parameter in model._collect_params_with_prefix().items():
-            parameter.set_data(run.state_dict()[name])
-
-    def manual_seed(self, seed: int) -> None:
-        super().manual_seed(seed)
-        mx.random.seed(seed)
+    def _take(self, model: gluon.Block, run: Run) -> None:
+        for name, array in run.state_dict().items():
+            model._collect_params_with_prefix()[name].set_data(array)
 
 
 names = MXNet()

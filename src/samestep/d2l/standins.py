@@ -82,8 +82,9 @@ def _jax(stack: ExitStack) -> None:
 
 def _tensorflow(stack: ExitStack) -> None:
     keras = import_module("keras")
-    rate = property(lambda self: self.learning_rate)  # Keras 3 has only the long name
-    stack.enter_context(patch.object(keras.optimizers.Optimizer, "lr", rate, create=True))
+    rate, device = property(lambda self: self.learning_rate), property(lambda self: self.value.device)
+    stack.enter_context(patch.object(keras.optimizers.Optimizer, "lr", rate, create=True))  # Keras 3 has lost these two
+    stack.enter_context(patch.object(keras.Variable, "device", device, create=True))
 
 
 def _paddle(stack: ExitStack) -> None:

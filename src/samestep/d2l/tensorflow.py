@@ -11,23 +11,14 @@ import samestep.backends.tensorflow.backend  # noqa: F401  (it must be there bef
 import keras
 import tensorflow as tf
 
-from samestep.d2l.names import Batches, HyperParameters, Names, ProgressBoard, Timer, door
+from samestep.d2l.names import Batches, Names, Taught, Timer, door
 from samestep.devices import Device
-from samestep.models.tensorflow import channels_first, rows
-from samestep.runs.run import Run
 
 Tensor = Any
 
 
-class Module(keras.Model, HyperParameters):
-    """A model of the chapters: a `net`, a rate `lr`, and a `board`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.board = ProgressBoard()
-
-    def call(self, X: Tensor) -> Tensor:
-        return self.net(X)
+class Module(Taught, keras.Model):
+    """A model of the chapters."""
 
 
 class TrainCallback(keras.callbacks.Callback):
@@ -46,7 +37,11 @@ class TrainCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         self.timer.stop()
-        found = logs["loss"], logs["accuracy"], self.net.evaluate(self.test_iter, verbose=0, return_dict=True)["accuracy"]
+        found = (
+            logs["loss"],
+            logs["accuracy"],
+            self.net.evaluate(self.test_iter, verbose=0, return_dict=True)["accuracy"],
+        )
         self.animator.add(epoch + 1, found)
         if epoch == self.num_epochs - 1:
             speed = self.num_epochs * sum(len(y) for _, y in self.train_iter) / self.timer.sum()
@@ -55,21 +50,21 @@ class TrainCallback(keras.callbacks.Callback):
 
 
 class TensorFlow(Names):
-    framework = "tensorflow"
     Module, TrainCallback = Module, TrainCallback
     normal, arange, zeros, ones, tensor = map(
         staticmethod, (tf.random.normal, tf.range, tf.zeros, tf.ones, tf.constant)
     )
+    _framework, _loader, _seed = "tensorflow", "set_weights", staticmethod(keras.utils.set_random_seed)
 
-    def native(self, device: Device) -> Any:
+    def _native(self, device: Device) -> Any:
         return tf.device(f"/{'CPU' if device.kind == 'cpu' else 'GPU'}:{device.index}")
 
-    def device(self, native: Any) -> Device:
+    def _device(self, native: Any) -> Device:
         spec = tf.DeviceSpec.from_string(native if isinstance(native, str) else native._device_name)
-        return Device("cuda" if spec.device_type == "GPU" else "cpu", spec.device_index or 0)
+        return Device.of(f"{spec.device_type.lower()}:{spec.device_index or 0}")
 
-    def images(self, x: Any) -> Tensor:
-        return self.array(x.transpose(0, 2, 3, 1))
+    def _images(self, x: Any) -> Tensor:
+        return self._array(x.transpose(0, 2, 3, 1))
 
     def load_data_fashion_mnist(self, batch_size: int, resize: Any = None) -> tuple[Any, Any]:
         return tuple(map(_dataset, super().load_data_fashion_mnist(batch_size, resize)))
@@ -78,27 +73,13 @@ class TensorFlow(Names):
         found = tf.argmax(y_hat, 1) if len(y_hat.shape) > 1 else y_hat
         return tf.reduce_sum(tf.cast(tf.cast(found, y.dtype) == y, tf.float32))
 
-    def lenet(self, X: Tensor, params: Sequence[Tensor]) -> Tensor:
-        W1, b1, W2, b2, W3, b3, W4, b4 = params
-        for weight, bias in ((W1, b1), (W2, b2)):
-            X = tf.nn.relu(tf.nn.conv2d(X, tf.transpose(weight, (2, 3, 1, 0)), 1, "VALID") + bias)
-            X = tf.nn.avg_pool2d(X, 2, 2, "VALID")
-        return tf.nn.relu(rows(channels_first(X)) @ W3 + b3) @ W4 + b4
-
     def loss(self, y_hat: Tensor, y: Tensor) -> Tensor:
         return tf.nn.sparse_softmax_cross_entropy_with_logits(y, y_hat)
 
-    def gradients(self, net: Any, loss: Any, params: Sequence[Tensor], X: Tensor, y: Tensor) -> Sequence[Tensor]:
+    def _gradients(self, net: Any, loss: Any, params: Sequence[Tensor], X: Tensor, y: Tensor) -> Sequence[Tensor]:
         with tf.GradientTape() as tape:
             value = tf.reduce_sum(loss(net(X, params), y))
         return tape.gradient(value, list(params))
-
-    def take(self, model: Any, run: Run) -> None:
-        model.set_weights(run.state_dict())
-
-    def manual_seed(self, seed: int) -> None:
-        super().manual_seed(seed)
-        keras.utils.set_random_seed(seed)
 
 
 def _dataset(batches: Batches) -> Any:

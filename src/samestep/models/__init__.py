@@ -63,6 +63,15 @@ def lenet(seed: int = 0) -> Weights:
     return draw.weights
 
 
+def lenet_params(seed: int = 0) -> list[NDArray[np.float32]]:
+    """The same numbers as the chapter's list, for `lenet_function`: W1, b1, ... W4, b4, with dense layers as (in, out).
+
+    >>> [array.shape for array in lenet_params()][4:]
+    [(800, 128), (128,), (128, 10), (10,)]
+    """
+    return [np.ascontiguousarray(weight.T) if weight.ndim == 2 else weight for weight in lenet(seed).values()]
+
+
 def lenet_modern(seed: int = 0) -> Weights:
     """LeNet of the schedule chapter: 6 and 16 channels, then 120, 84 and 10 units.
 

@@ -6,6 +6,7 @@ weights move between frameworks as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,11 @@ class ResNet18:
 
 def _start(apply: Any, weights: models.Weights, state: Tree | None = None) -> Pair:
     return Pair(apply, {name: jnp.asarray(weight) for name, weight in weights.items()}, state)
+
+
+def lenet_function(x: Array, params: Sequence[Array]) -> Array:
+    """LeNet of the multi-device chapter, as a function of a list of parameters (models.lenet_params)."""
+    return LeNet()({name: w.T if w.ndim == 2 else w for name, w in zip(models.lenet(), params, strict=True)}, x)
 
 
 def lenet(seed: int = 0) -> Pair:

@@ -7,6 +7,7 @@ a Block, as a graph of MXNet cannot write to an array; all models but ResNet-18 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -158,6 +159,15 @@ class ResNet18(Block):
         x = _pool(nd, nd.relu(self.norm(self.conv(x))), "max", 3, 1)
         x = self.stage4(self.stage3(self.stage2(self.stage1(x))))
         return self.dense(x.mean(axis=(2, 3)))
+
+
+def lenet_function(x: Array, params: Sequence[Array]) -> Array:
+    """LeNet of the multi-device chapter, as a function of a list of parameters (models.lenet_params), all of mxnet.np."""
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    for weight, bias in ((W1, b1), (W2, b2)):
+        x = mx.npx.relu(mx.npx.convolution(x, weight, bias, kernel=weight.shape[2:], num_filter=len(weight)))
+        x = mx.npx.pooling(x, kernel=(2, 2), stride=(2, 2), pool_type="avg")
+    return mx.np.dot(mx.npx.relu(mx.np.dot(x.reshape(x.shape[0], -1), W3) + b3), W4) + b4
 
 
 def lenet(seed: int = 0) -> Block:

@@ -7,7 +7,7 @@ on the CPU with channels last: examples and filters are transposed on the way in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -159,6 +159,15 @@ class ResNet18(Named):
                 stride = 2 if stage > 1 and block == 1 else 1
                 x = self.residual(f"stage{stage}.block{block}", x, stride, training)
         return self.dense("dense", tf.reduce_mean(x, (1, 2)))
+
+
+def lenet_function(x: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """LeNet of the multi-device chapter, as a function of a list of parameters (models.lenet_params). Channels are last."""
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    for weight, bias in ((W1, b1), (W2, b2)):
+        x = tf.nn.relu(tf.nn.conv2d(x, tf.transpose(weight, (2, 3, 1, 0)), 1, "VALID") + bias)
+        x = tf.nn.avg_pool2d(x, 2, 2, "VALID")
+    return tf.nn.relu(rows(channels_first(x)) @ W3 + b3) @ W4 + b4
 
 
 def lenet(seed: int = 0) -> keras.Model:

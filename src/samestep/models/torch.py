@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -109,6 +110,14 @@ class ResNet18(nn.Module):
         x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 3, stride=2, padding=1)
         x = self.stage4(self.stage3(self.stage2(self.stage1(x))))
         return self.dense(x.mean((2, 3)))
+
+
+def lenet_function(x: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """LeNet of the multi-device chapter, as a function of a list of parameters (models.lenet_params)."""
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    for weight, bias in ((W1, b1), (W2, b2)):
+        x = F.avg_pool2d(F.relu(F.conv2d(x, weight, bias)), 2)
+    return F.relu(x.flatten(1) @ W3 + b3) @ W4 + b4
 
 
 def lenet(seed: int = 0) -> nn.Module:

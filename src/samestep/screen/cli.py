@@ -1,4 +1,4 @@
-"""The command `samestep`: train, verify, diff, export, schedule, devices, data.
+"""The command `samestep`: train, verify, diff, export, chapter, schedule, devices, data.
 
 Bad input gives one line on standard error and exit status 2 (ending.py).
 """
@@ -255,6 +255,29 @@ def data() -> None:
         out.print(f"{file.name:<26}  {file.state:<7}  {size:>16}  {file.path or '-'}", markup=False)
     if any(file.state == "damaged" for file in files):
         raise Invalid("a file is damaged: delete it, and the next run fetches it again")
+
+
+@app.command()
+def chapter(
+    file: Annotated[Path, argument("A chapter of the book, in Markdown, or a notebook")],
+    tab: Annotated[str | None, option("pytorch, jax, tensorflow, paddle or mxnet; needed if there are several")] = None,
+    epochs: Annotated[
+        int | None, option("Passes over the data, wherever a cell says how many  [the chapter's]")
+    ] = None,
+    examples: Annotated[int | None, option("Of Fashion-MNIST, only the first of each part  [all]")] = None,
+    figures: Annotated[Path | None, option("Write figures to this folder, as PNG  [drawn in the terminal]")] = None,
+    seed: Annotated[int, option("Of everything that is drawn")] = 0,
+) -> None:
+    """Run the cells of a chapter of "Dive into Deep Learning" as a notebook would, `d2l` being samestep's.
+
+    GPUs that are not there are stood for by those that are, or by the CPU.
+    """
+    from samestep.d2l.chapter import run
+
+    numbers = {"--epochs": epochs, "--examples": examples}
+    for name, value in numbers.items():
+        numbers[name] = None if value is None else whole("", name, value, 1)
+    run(file, tab, numbers["--epochs"], figures, whole("", "--seed", seed), numbers["--examples"], out)
 
 
 @app.command()

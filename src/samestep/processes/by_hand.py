@@ -1,4 +1,4 @@
-"""Data-parallel training by hand, as in the chapter: sum arrays over devices, cut a batch, copy parameters.
+"""Data-parallel training by hand, as in the chapter: sum arrays over devices, cut a batch, copy parameters, make a step.
 
 These are to teach with and to compare; a training step uses `exchange`. `allreduce` sums in the chapter's way and in three
 others.
@@ -6,8 +6,8 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from samestep.backends import find
 from samestep.backends.arrays import same_device
@@ -130,3 +130,29 @@ def replicate(parameters: Sequence[Array], device: Device | str) -> list[Array]:
     (tensor([1., 1.], requires_grad=True), tensor([0., 0.]))
     """
     return [find.of_array(p).copy(p, Device.of(device), gradient=True) for p in parameters]
+
+
+Gradients = Callable[..., Sequence[Any]]  # of (parameters, x, y)
+
+
+def gradient(
+    x: Array,
+    y: Array,
+    replicas: Sequence[Sequence[Array]],
+    devices: Sequence[Device],
+    gradients: Gradients,
+    shards: int = 8,
+) -> list[list[Array]]:
+    """The gradient of a batch by each parameter, on every device: the same bits for any number of devices up to `shards`.
+
+    `gradients` gives those of the summed loss of some examples. A batch smaller than `shards` has a shard for each example.
+    """
+    backend, spans = find.of_array(x), cut(len(x), min(shards, len(x)))
+    folds = [Fold[Any](len(spans), lambda left, right: left + right) for _ in replicas[0]]
+    for parameters, device, (first, end) in zip(replicas, devices, cut(len(spans), len(devices)), strict=True):
+        for shard in range(first, end):
+            lo, hi = spans[shard]
+            found = gradients(parameters, backend.put(x[lo:hi], device), backend.put(y[lo:hi], device))
+            for fold, part in zip(folds, found, strict=True):
+                fold.add((shard, shard + 1), backend.put(part, devices[0]))
+    return [[backend.put(fold.total(), device) for fold in folds] for device in devices]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from samestep.backends import find
-from samestep.d2l.by_hand import WAYS, allreduce, replicate, split_batch
 from samestep.devices import cpu, gpu
 from samestep.errors import DevicesDiffer, Invalid, WrongType
+from samestep.processes.by_hand import WAYS, allreduce, replicate, split_batch
 from samestep.shards import cut
 
 SHAPES = [(1,), (3,), (7,), (23,), (4, 5), (2, 3, 2), (), (0,)]

@@ -1,0 +1,108 @@
+"""The schedule chapter as it is, with its own epochs: each of its five trainings, in each of its tabs, over several seeds.
+
+    python benchmarks/chapters.py FOLDER [--seeds 3] [--jobs constant cosine] [--tabs pytorch] [--at-once 2]
+    python benchmarks/chapters.py --table
+
+FOLDER holds the chapters. Every training is `samestep chapter` in a process of its own, with one thread: all cells are run as
+they stand, but only one of the calls of `train` trains. What there is in the results is not run again, so that it can be
+interrupted. Published are the test accuracies after 30 epochs in the chapter's editions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from machine import machine, table
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "chapters-cpu.json"
+MXNET = HERE.parent / ".venv-mxnet" / "bin" / "python"  # made by `make test`
+TABS = ("pytorch", "mxnet", "tensorflow")
+JOBS = {
+    "constant": (0.877, 0.897), "square root": (0.876, 0.905), "multi-factor": (0.869, 0.907),
+    "cosine": (0.892, 0.911), "warm-up + cosine": (0.878, 0.913),
+}  # fmt: skip
+LINE = re.compile(r"train loss (\S+), train acc (\S+), test acc (\S+)")
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
+ONLY = """
+```{{.python .input}}
+#@tab {tab}
+trains, calls = train, []
+def train(*args, **options):
+    calls.append(args)
+    return trains(*args, **options) if len(calls) == {number} else None
+```
+"""
+
+
+def chapter(folder: Path, tab: str, number: int) -> str:
+    """The chapter, with one cell more, before the first training: only call `number` of `train` trains."""
+    [file] = [file for file in sorted(folder.iterdir()) if "sec_scheduler`" in file.read_text(encoding="utf-8")[:200]]
+    text = file.read_text(encoding="utf-8")
+    before = text.index("\n```{.python .input}\nlr, num_epochs = 0.3, 30")
+    return text[:before] + ONLY.format(tab=tab, number=number) + text[before:]
+
+
+def train(folder: Path, tab: str, job: str, seed: int) -> dict[str, object]:
+    python, number, began = str(MXNET) if tab == "mxnet" else sys.executable, list(JOBS).index(job) + 1, time.time()
+    with tempfile.TemporaryDirectory() as place:
+        (file := Path(place) / "chapter.md").write_text(chapter(folder, tab, number), encoding="utf-8")
+        command = [python, "-m", "samestep", "chapter", str(file), "--tab", tab, "--seed", str(seed)]
+        done = subprocess.run(
+            [*command, "--figures", place], capture_output=True, text=True, env=os.environ | ONE_THREAD
+        )
+    [found] = LINE.findall(done.stdout) or [done.stderr[-500:]]
+    loss, accuracy, test = map(float, found)
+    return {"tab": tab, "job": job, "seed": seed, "train_loss": loss, "train_accuracy": accuracy, "test_accuracy": test,
+            "seconds": round(time.time() - began), "machine": machine()["name"]}  # fmt: skip
+
+
+def shown(rows: list[dict[str, object]]) -> str:
+    cells = []
+    for job, (low, high) in JOBS.items():
+        for tab in TABS:
+            last = [float(str(row["test_accuracy"])) for row in rows if (row["job"], row["tab"]) == (job, tab)]
+            if last:
+                mean = statistics.mean(last)
+                where = "inside" if low <= mean <= high else "below" if mean < low else "above"
+                each = ", ".join(f"{value:.3f}" for value in sorted(last))
+                cells.append([job, tab, f"{mean:.3f}", each, f"{low:.3f} - {high:.3f}", where])
+    return table(["schedule", "tab", "mean", "seeds", "published", ""], cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
+    parser.add_argument("--tabs", nargs="+", default=list(TABS), choices=TABS)
+    parser.add_argument("--at-once", type=int, default=os.cpu_count())
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    if not options.table:
+        wanted = [(tab, job, seed) for job in options.jobs for seed in range(options.seeds) for tab in options.tabs]
+        there = {(row["tab"], row["job"], row["seed"]) for row in rows}
+
+        def one(what: tuple[str, str, int]) -> None:
+            rows.append(train(options.folder, *what))
+            print(rows[-1], flush=True)
+            RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+        with ThreadPoolExecutor(options.at_once) as pool:
+            list(pool.map(one, [what for what in wanted if what not in there]))
+    print(shown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,7 @@ JOBS = {
     "cosine": (0.892, 0.911), "warm-up + cosine": (0.878, 0.913),
 }  # fmt: skip
 LINE = re.compile(r"train loss (\S+), train acc (\S+), test acc (\S+)")
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
 ONLY = """
 ```{{.python .input}}
 #@tab {tab}

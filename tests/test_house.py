@@ -28,7 +28,7 @@ FLOORS = [
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 APART = {"models", "lab", "board", "d2l"}  # not counted as core
 # DESIGN.md has 9,000, 1,300 and 1,000: losses, batches, groups and own loops (issue 14) took the rest.
-MOST = {"core": 11_700, "torch": 1_410, "jax": 1_100, "tensorflow": 1_150, "paddle": 1_100, "mxnet": 1_100, "file": 400}
+MOST = {"core": 11_800, "torch": 1_415, "jax": 1_100, "tensorflow": 1_155, "paddle": 1_100, "mxnet": 1_100, "file": 400}
 ONE_FILE_EACH = ("models", "schedules/exports", "d2l", "processes")  # rooms with a file for a framework or an engine
 OWNERS = {"optax": "jax", "keras": "tensorflow"}
 

@@ -94,6 +94,9 @@ class PaddleBackend(Backend):
         self.require(device)
         return array if isinstance(array, paddle.Tensor) else paddle.to_tensor(checked(array), place=CPU)
 
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Tensor:
+        return paddle.full(shape, value, dtype, device=CPU)
+
     def get(self, array: Any) -> Numbers:
         return array.numpy() if isinstance(array, paddle.Tensor) else np.asarray(array)
 
@@ -224,7 +227,7 @@ class PaddleBackend(Backend):
         check_optimizer(updater.optimizer, self.portable)
         return updater
 
-    def rates(self, scheduler: Any, n: int) -> list[float]:
+    def rates(self, scheduler: Any, n: int, unit: str = "step") -> list[float]:
         if isinstance(scheduler, paddle.optimizer.lr.ReduceOnPlateau):
             raise Invalid("ReduceOnPlateau follows a metric, not the number of updates: use samestep.Plateau")
         if not isinstance(scheduler, paddle.optimizer.lr.LRScheduler):

@@ -108,6 +108,8 @@ class MxnetBackend(Backend):
         return array if is_there else self.copy(array, device)
 
     def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Any:
+        if not shape:
+            raise Invalid("full: MXNet has no arrays without a dimension: use shape (1,)")
         return nd.full(shape, value, self._home(device), dtype)
 
     def get(self, array: Any) -> np.ndarray[Any, Any]:

@@ -19,10 +19,10 @@ FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
 
 NAMES = [
     "Data", "Device", "Group", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw",
-    "allreduce", "constant", "cosine", "cpu", "device_of", "drops", "ema", "exponential", "fashion_mnist", "geometric",
-    "get", "gpu", "group", "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "per_shard",
-    "piecewise", "poly", "put", "replicate", "sgd", "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus",
-    "try_gpu",
+    "allreduce", "constant", "cosine", "cpu", "device_of", "drops", "ema", "exponential", "fashion_mnist", "full",
+    "geometric", "get", "gpu", "group", "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average",
+    "per_shard", "piecewise", "poly", "put", "replicate", "same_device", "sgd", "sgld", "split_batch", "swa", "table",
+    "triangle", "try_all_gpus", "try_gpu",
 ]  # fmt: skip
 
 

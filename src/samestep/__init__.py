@@ -21,14 +21,14 @@ if portable.wanted():  # before a framework computes
 
 __all__ = [  # noqa: F405
     "Data", "Device", "Group", "Plateau", "Run", "SamestepError", "Schedule", "Trainer", "adagrad", "adam", "adamw",
-    "allreduce", "constant", "cosine", "cpu", "device_of", "drops", "ema", "exponential", "fashion_mnist", "geometric",
-    "get", "gpu", "group", "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average", "per_shard",
-    "piecewise", "poly", "put", "replicate", "sgd", "sgld", "split_batch", "swa", "table", "triangle", "try_all_gpus",
-    "try_gpu",
+    "allreduce", "constant", "cosine", "cpu", "device_of", "drops", "ema", "exponential", "fashion_mnist", "full",
+    "geometric", "get", "gpu", "group", "inverse_power", "natural_exp", "num_gpus", "one_cycle", "path_average",
+    "per_shard", "piecewise", "poly", "put", "replicate", "same_device", "sgd", "sgld", "split_batch", "swa", "table",
+    "triangle", "try_all_gpus", "try_gpu",
 ]  # fmt: skip
 
 _WHERE = {
-    "backends.arrays": ["device_of", "get", "num_gpus", "put", "try_all_gpus", "try_gpu"],
+    "backends.arrays": ["device_of", "full", "get", "num_gpus", "put", "same_device", "try_all_gpus", "try_gpu"],
     "backends.losses": ["per_shard"],
     "data.examples": ["Data"],
     "data.fashion": ["fashion_mnist"],
@@ -45,7 +45,7 @@ _WHERE = {
 _NAMES = dict.fromkeys(__all__, "schedules") | {name: module for module, names in _WHERE.items() for name in names}
 
 if TYPE_CHECKING:
-    from samestep.backends.arrays import device_of, get, num_gpus, put, try_all_gpus, try_gpu
+    from samestep.backends.arrays import device_of, full, get, num_gpus, put, same_device, try_all_gpus, try_gpu
     from samestep.backends.losses import per_shard
     from samestep.data.examples import Data
     from samestep.data.fashion import fashion_mnist

@@ -60,6 +60,10 @@ class Invalid(SamestepError, ValueError):
     """An argument, a file or an array has a value that cannot be used."""
 
 
+class NotBuilt(Invalid):
+    """A model has no weights yet: they are made when it meets its first example."""
+
+
 class WrongType(SamestepError, TypeError):
     """An argument is of a kind that cannot be used."""
 

@@ -17,7 +17,7 @@ from samestep.errors import WrongType
 ARRAYS = SimpleNamespace(
     name="fake", state=("frozen.*", ""), get=np.asarray, copy=lambda numbers, device: np.array(numbers),
     compiled=lambda function: function, clip=lambda vector, limit: vector * limit,
-    rates=lambda scheduler, n: [scheduler] * n,
+    rates=lambda scheduler, n, unit: [scheduler] * n,
 )  # fmt: skip
 
 

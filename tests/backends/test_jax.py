@@ -316,6 +316,10 @@ def test_a_function_without_a_rate_is_an_error():
 
 
 def test_an_injected_rate_is_the_default():
+    falling = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.exponential_decay(0.25, 1, 0.5))
+    with pytest.raises(ss.SamestepError, match="^lr cannot be applied: this optimizer has its rate inside"):
+        fit(line(10), optimizer=falling, schedule=0.1)  # its schedule would go on, whatever lr is
+    assert {row["lr"] for row in fit(line(10), optimizer=falling).history} == {None}
     run = fit(line(10), optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.25))
     assert run.history[0]["lr"] == 0.25
 

@@ -527,6 +527,8 @@ def test_other_types_are_named():
         lazy = nn.Linear(12, 10)
     with pytest.raises(ss.SamestepError, match="made under paddle.LazyGuard"):
         fit(lazy, x=SMALL)
+    with pytest.raises(ss.SamestepError, match="made under paddle.LazyGuard"):
+        ss.Trainer(devices="cpu").prepare_model(lazy)
     with pytest.raises(ss.SamestepError, match="has no parameters to train"):
         fit(nn.Flatten())
     with pytest.raises(ss.SamestepError, match="paddle has no uint16 arrays"):

@@ -394,7 +394,7 @@ def test_what_a_scheduler_moves_is_what_is_not_always_the_same():
 
 def test_a_scheduler_that_ends_too_soon():
     optimizer = torch.optim.SGD(net().parameters())
-    with pytest.raises(Invalid, match="^OneCycleLR ends before 8 updates: Tried to step 7 times"):
+    with pytest.raises(Invalid, match="^OneCycleLR ends before 8 steps: Tried to step 7 times"):
         trainer(schedule=lr_scheduler.OneCycleLR(optimizer, 0.1, 6, cycle_momentum=False)).fit(net(), numbers())
 
 

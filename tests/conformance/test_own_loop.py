@@ -70,3 +70,73 @@ def test_the_rate_of_an_optimizer():
     assert [group.step(x, y).fingerprint for x, y in steps(data)] == run.fingerprints
     plain = ss.Group(make(), devices=KIND, **given | {"optimizer": ss.sgd(momentum=0.9)})
     assert [plain.step(x, y).fingerprint for x, y in steps(data)] != run.fingerprints
+
+
+def theirs(model):
+    """An optimizer of the framework, with a rate of its own that a group may replace."""
+    if suite.BACKEND == "torch":
+        import torch
+
+        return torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
+    if suite.BACKEND == "jax":
+        import optax
+
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=0.25, momentum=0.9)
+    if suite.BACKEND == "tensorflow":
+        import keras
+
+        return keras.optimizers.SGD(0.25, momentum=0.9)
+    if suite.BACKEND == "paddle":
+        import paddle
+
+        return lambda parameters: paddle.optimizer.Momentum(0.25, 0.9, parameters)
+    import mxnet
+
+    return mxnet.optimizer.SGD(momentum=0.9, learning_rate=0.25)
+
+
+BY_HAND = [0.25, 0.25, 0.1, 0.1, 0.3, 0.1]  # the rates of the six steps: 0.1 is set after two, 0.3 is for one step
+
+
+@pytest.mark.parametrize("whose", ["samestep's", "the framework's"])
+def test_a_rate_set_by_hand(whose, tmp_path):
+    """It holds until another is set, in this group and in one that is loaded; a schedule with these rates has the same bits."""
+    data, path = suite.data("mlp_with_dropout", N), tmp_path / "group.safetensors"
+
+    def given(lr=None):
+        model = suite.zoo.mlp_with_dropout()
+        ours = {"optimizer": ss.sgd(lr, momentum=0.9)} if whose == "samestep's" else {"optimizer": theirs(model)}
+        return model, settings() | ours
+
+    model, ours = given(0.25 if whose == "samestep's" else None)
+    group, made = ss.Group(model, devices=[KIND] * 2, **ours), []
+    assert (group.lr, group.rates) == (0.25, [])
+    for i, (x, y) in enumerate(steps(data)):
+        if i == 2:
+            group.lr = 0.1
+            assert (group.lr, group.rates) == (0.1, BY_HAND[:2])
+        if i == 3:
+            group.save(path)
+            model, ours = given()
+            again = {} if whose == "samestep's" else {"optimizer": ours["optimizer"]}
+            group = ss.Group.load(path, model, devices=[KIND] * 3, gradient_clip_val=0.5, **again)
+            assert (group.lr, group.rates) == (0.1, BY_HAND[:3])
+        made.append(group.step(x, y, lr=0.3 if i == 4 else None))
+        assert group.rates == BY_HAND[: i + 1]
+    group.lr = None
+    assert group.lr == 0.25
+    twin, prints = settings() | {"optimizer": ss.sgd(ss.table(BY_HAND), momentum=0.9)}, []
+    if whose == "samestep's":
+        other = ss.Group(suite.zoo.mlp_with_dropout(), devices=KIND, **twin)
+        prints = [other.step(x, y).fingerprint for x, y in steps(data)]
+        assert other.rates == BY_HAND
+    else:
+        model, ours = given()
+        other = ss.Group(model, devices=KIND, **ours)
+        prints = [other.step(x, y, lr=lr).fingerprint for (x, y), lr in zip(steps(data), BY_HAND, strict=True)]
+    assert [one.fingerprint for one in made] == prints
+    model, ours = given(0.25 if whose == "samestep's" else None)
+    left = ss.Group(model, devices=KIND, **ours)  # nobody sets its rate
+    found = [left.step(x, y).fingerprint for x, y in steps(data)]
+    assert [a == b for a, b in zip(found, prints, strict=True)] == [True] * 2 + [False] * 4
+    assert left.rates == [0.25] * 6

@@ -258,7 +258,7 @@ def test_read_copies_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_read_refuses() -> None:
     weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
     optimizer = SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 5.0}], lr=1.0)
-    with pytest.raises(Invalid, match=r"read: all parameter groups must have one rate, got \[1.0, 5.0\] at update 0"):
+    with pytest.raises(Invalid, match=r"read: all parameter groups must have one rate, got \[1.0, 5.0\] at step 0"):
         read(lr_scheduler.StepLR(optimizer, 3), 4)
     with pytest.raises(Invalid, match="read: ReduceLROnPlateau .* use samestep.Plateau"):
         read(lr_scheduler.ReduceLROnPlateau(optimizer), 4)

@@ -604,7 +604,7 @@ def test_schedulers_and_more_epochs(tmp_path: Path) -> None:
     with pytest.raises(Invalid) as refused:
         longer(EPOCHS + 1, run_dir=tmp_path / "OneCycleLR")
     assert str(refused.value) == (
-        f"OneCycleLR ends before {STEPS * (EPOCHS + 1)} updates: Tried to step {STEPS * EPOCHS + 1} "
+        f"OneCycleLR ends before {STEPS * (EPOCHS + 1)} steps: Tried to step {STEPS * EPOCHS + 1} "
         f"times. The specified number of total steps is {STEPS * EPOCHS}"
     )
 

@@ -307,7 +307,7 @@ def test_schedulers_that_cannot_be_used():
         trainer(schedule=optimizer).fit(Meter(), data())
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (0.1, 0.2)]
     two = lr_scheduler.StepLR(torch.optim.SGD(groups), 2)
-    with pytest.raises(Invalid, match=r"all parameter groups must have one rate, got \[0.1, 0.2\] at update 0"):
+    with pytest.raises(Invalid, match=r"all parameter groups must have one rate, got \[0.1, 0.2\] at step 0"):
         trainer(schedule=two).fit(Meter(), data())
 
 
@@ -487,7 +487,7 @@ def test_the_users_schedule_is_not_copied_or_changed():
 def test_what_counts_by_itself_is_read_and_not_called(attributes, rate):
     """Schedulers of Paddle have step(), those of MXNet a base_lr. Both can be called, but mean another t."""
     scheduler = type("Scheduler", (), {"__call__": lambda self, t: 0.25, **attributes})()
-    updater = SimpleNamespace(fixed="", rate=lambda: 0.1, read=lambda schedule, steps: ([0.5] * steps, ()))
+    updater = SimpleNamespace(fixed="", rate=lambda: 0.1, read=lambda schedule, n, unit: ([0.5] * n, ()))
     assert Rates(scheduler, [updater], 2, 3, Shape(None, "float32")).epoch(1) == [rate, rate]
 
 
@@ -580,3 +580,104 @@ def test_the_rate_that_was_applied_follows_from_what_is_told():
             assert kind(told) == lr
             assert as_written(told, dtype) == told
     assert as_written(float(np.float32(0.1)), "float64") != 0.1  # the broken twin: another type has other digits
+
+
+# unit="epoch"
+
+
+UNITS = {
+    "schedule": (cosine(0.3, 3), "cosine(0.3, 3).in_epochs()"),
+    "schedule in epochs already": (cosine(0.3, 3).in_epochs(), "cosine(0.3, 3).in_epochs()"),
+    "expression": ("cosine(0.3, 3)", "cosine(0.3, 3).in_epochs()"),
+    "function": (lambda epoch: cosine(0.3, 3)(epoch), "<lambda>"),
+}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+@pytest.mark.parametrize("where", ["schedule", "lr", "optimizer"])
+def test_with_unit_epoch_a_schedule_counts_epochs(kind, where, tmp_path):
+    schedule, text = UNITS[kind]
+    given = {"optimizer": ss.sgd(schedule)} if where == "optimizer" else {where: schedule}
+    run = check(tmp_path, [cosine(0.3, 3)(t // STEPS) for t in T], unit="epoch", **given)
+    assert run.recipe["schedule"] == text
+    assert run.recipe.get("unit") == ("epoch" if kind == "function" else None)
+    assert trainer(unit="epoch", **given).schedule == trainer(unit="epoch", schedule=schedule).schedule
+
+
+def test_a_function_is_asked_for_the_epoch_before_it_begins():
+    asked = []
+    trainer(schedule=lambda epoch: asked.append(epoch) or 0.1, unit="epoch").fit(Meter(), data())
+    assert asked == [epoch for epoch in range(EPOCHS) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_with_unit_epoch_a_scheduler_of_torch_counts_epochs(name, tmp_path):
+    by_step = rates_in_a_loop(SCHEDULERS[name])
+    expected = [by_step[t // STEPS] for t in T]
+    assert by_step[: len(T)] != expected
+    optimizer, scheduler = made(SCHEDULERS[name])
+    before = state_of(optimizer, scheduler)
+    run = check(tmp_path, expected, schedule=scheduler, unit="epoch")
+    assert state_of(optimizer, scheduler) == before
+    assert run.schedule.values(len(T)).tolist() == expected
+    assert run.recipe["unit"] == "epoch"
+
+
+def test_momenta_that_a_scheduler_moves_are_followed_by_the_epoch():
+    """As in a loop of torch that steps the scheduler after every epoch."""
+
+    def three(counts):
+        model = Meter(torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.4, counts)
+
+    def fit(unit, counts):
+        model, optimizer, scheduler = three(counts)
+        run = trainer(optimizer=optimizer, schedule=scheduler, unit=unit).fit(model, data(np.float64))
+        return float(run.weights()["weight"])
+
+    model, optimizer, scheduler = three(EPOCHS)
+    momenta = []
+    for epoch in range(EPOCHS):
+        momenta.append(optimizer.param_groups[0]["momentum"])
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model.weight.backward()
+            optimizer.step()
+        if epoch + 1 < EPOCHS:
+            scheduler.step()
+    assert len(set(momenta)) > 1
+    assert fit("epoch", EPOCHS) == pytest.approx(model.weight.item(), rel=1e-12)
+    assert fit("step", STEPS * EPOCHS) != pytest.approx(model.weight.item(), rel=1e-3)
+    with pytest.raises(Invalid, match="^OneCycleLR ends before 3 epochs: Tried to step 2 times"):
+        fit("epoch", 1)
+
+
+def test_a_plateau_and_a_number_have_no_other_unit():
+    runs = [trainer(schedule=Plateau(0.1, patience=0), unit=unit).fit(Meter(), data()) for unit in ("step", "epoch")]
+    suite.same(*runs)
+    assert runs[0].recipe == runs[1].recipe
+    suite.same(*(trainer(lr=0.1, unit=unit).fit(Meter(), data()) for unit in ("step", "epoch")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "said"),
+    [
+        ({"unit": "epochs", "lr": 0.1}, Invalid, "unit must be one of 'step', 'epoch', got unit='epochs'"),
+        ({"unit": None, "lr": 0.1}, WrongType, "unit must be a string, got unit=None"),
+        (
+            {"unit": "epoch"},
+            Invalid,
+            "unit='epoch' is for a schedule, and there is none: pass schedule=... or leave unit out",
+        ),
+        (
+            {"unit": "epoch", "schedule": cosine(0.3, 3).in_epochs(7)},
+            Invalid,
+            "in_epochs: the schedule has its unit already: .in_epochs() was applied to a part of it",
+        ),
+    ],
+)
+def test_units_that_are_refused(settings, error, said):
+    with pytest.raises(error) as raised:
+        trainer(**settings)
+    assert str(raised.value) == said

@@ -58,6 +58,10 @@ def stepped(**settings: Any) -> ss.Group:
         ),
         (lambda: group().step(X, Y, lr="fast"), WrongType, "lr must be a number, got lr='fast'"),
         (lambda: group().step(X, Y, lr=-1), Invalid, "lr must be finite and at least 0, got lr=-1.0"),
+        (lambda: setattr(group(), "lr", "fast"), WrongType, "^lr must be a number, got lr='fast'$"),
+        (lambda: setattr(group(), "lr", True), WrongType, "^lr must be a number, got lr=True$"),
+        (lambda: setattr(group(), "lr", -0.5), Invalid, "^lr must be finite and at least 0, got lr=-0.5$"),
+        (lambda: setattr(group(), "lr", np.nan), Invalid, "^lr must be finite and at least 0, got lr=nan$"),
         (
             lambda: group(metrics={"m": lambda o, y: o.mean()}).step(X, Y),
             WrongType,
@@ -228,3 +232,45 @@ def test_a_rate_that_needs_epochs_is_refused(lr: Any) -> None:
     said = str(caught.value)
     assert said.startswith("a Group has no epochs and no schedulers, got the rate ")
     assert said.endswith(": give a schedule in steps, such as .in_epochs(steps_per_epoch), or lr to every step")
+
+
+def test_the_rate_of_the_next_step(tmp_path: Path) -> None:
+    made = group(optimizer=ss.sgd(lr=ss.poly(0.4, 4)))
+    for _ in range(2):
+        made.step(X, Y)
+    assert (made.lr, made.rates) == (0.4 * 0.5, [0.4, 0.4 * 0.75])
+    made.lr = np.float32(0.25)  # type: ignore[assignment]
+    made.step(X, Y)
+    made.step(X, Y, lr=0.5)
+    assert (made.lr, made.rates[2:]) == (0.25, [0.25, 0.5])
+    made.save(path := tmp_path / "group")
+    loaded = ss.Group.load(path, torch.nn.Linear(4, 3), devices=2)
+    assert (loaded.lr, loaded.rates) == (0.25, made.rates)
+    made.lr = loaded.lr = None
+    assert made.lr == loaded.lr == 0.0  # the end of the schedule
+    assert group().lr == 0.1
+    assert group(optimizer=ss.adam()).lr == 0.001
+    assert group(optimizer=lambda p: torch.optim.Adam(p, lr=0.3)).lr == 0.3
+    with pytest.raises(Invalid, match="a learning rate of 1e.39 is too large for float32"):
+        made.lr = 1e39
+        made.step(X, Y)
+    assert len(made.rates) == made.steps == 4
+
+
+def test_rates_are_kept_by_their_changes_and_an_older_file_has_none(tmp_path: Path) -> None:
+    made, path = group(), tmp_path / "group"
+    made.lr = 0.5
+    for lr in (None, None, 0.25, None, None):
+        made.step(X, Y, lr=lr)
+    assert made.rates == [0.5, 0.5, 0.25, 0.5, 0.5]
+    made.save(path)
+    kept = checkpoint.read(path)
+    assert kept.tensors["rates:from"].tolist() == [0, 2, 3]
+    assert kept.tensors["rates:lr"].tolist() == [0.5, 0.25, 0.5]
+    tensors = {name: array for name, array in kept.tensors.items() if not name.startswith("rates:")}
+    about = {name: value for name, value in kept.about.items() if name != "by_hand"}
+    checkpoint.write(path, checkpoint.pack(about, tensors))
+    older = ss.Group.load(path, torch.nn.Linear(4, 3), devices=1)
+    assert (older.lr, older.rates) == (0.1, [None] * 5)
+    older.step(X, Y)
+    assert older.rates == [None] * 5 + [0.1]

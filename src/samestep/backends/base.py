@@ -256,6 +256,8 @@ class Backend(Losses):
         """The array on the device: the same object when it is already there."""
 
     @abstractmethod
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Array: ...
+    @abstractmethod
     def get(self, array: Array) -> Numbers:
         """The array in host memory. Only this and `fetch` wait for a device."""
 
@@ -303,10 +305,7 @@ class Backend(Losses):
         return vector.clip(-limit, limit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of vectors and Python's numbers, compiled, with the same bits.
-
-        Equal functions are compiled once.
-        """
+        """A function of vectors and Python's numbers, compiled, with the same bits; equal ones are compiled once."""
         return function
 
     def in_memory(self, vector: Vector) -> Numbers | None:
@@ -338,10 +337,8 @@ class Backend(Losses):
         """The settings that the framework needs during a run. Afterwards they are as before."""
 
     def map(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run tasks that do not depend on each other, side by side where the device needs threads for that.
-
-        A single one, too: the caller's thread may have another number of threads, and modes of its own.
-        """
+        """Run tasks that do not depend on each other, side by side where the device needs threads for that."""
+        # A single one, too: the caller's thread may have another number of threads, and modes of its own.
         with self.explained():
             return self.workers.map(tasks)
 
@@ -364,8 +361,8 @@ class Backend(Losses):
             return None
         asked, gpu = ASKED.search(text), re.search(r"GPU (\d+)", text)
         where, when = f"cuda:{gpu[1]}" if gpu else "the device", f" when {asked[0]} were asked for" if asked else ""
-        what_to_do = "raise shards (smaller shards need less), or lower the batch size"
-        return OutOfMemory(f"{where} ran out of memory{when}: {what_to_do}")
+        how = "raise shards (smaller shards need less), or lower the batch size"
+        return OutOfMemory(f"{where} ran out of memory{when}: {how}")
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         """The processes of this run; `timeout` is how many seconds one may take to answer."""
@@ -387,6 +384,9 @@ class Backend(Losses):
     def probe(self, model: Any, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
         """Pass one example through the model (creating lazy weights) and return what came out; `name` is for messages."""
 
+    def forget(self) -> None:
+        """Let go of weights that a probe has made and that the model itself does not hold."""
+
     @abstractmethod
     def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> Replica:
         """A copy of the model on a device; `measure`: a Measure, or a loss alone; `capture`: allow recording (see Trainer)."""
@@ -395,6 +395,6 @@ class Backend(Losses):
     def updater(self, optimizer: Any, replica: Any, clip: Clip) -> Updater:
         """An updater for the framework's own optimizer, or for a function that makes one from parameters."""
 
-    def rates(self, scheduler: Any, n: int) -> list[float]:
-        """The rates of the first n updates of a scheduler of the framework, which is left as it was."""
+    def rates(self, scheduler: Any, n: int, unit: str = "step") -> list[float]:
+        """The first n rates of a scheduler of the framework, which counts steps or epochs, and is left as it was."""
         raise WrongType(f"schedule must be a number or a function of t, got {type(scheduler).__name__}")

@@ -34,9 +34,9 @@ class Updater(ABC):
         """The rate that the optimizer came with, if it has one."""
         return None
 
-    def read(self, scheduler: Any, n: int) -> tuple[list[float], Sequence[Any]]:
-        """The rates of the first n updates of a scheduler of the framework, and what else it sets, as `moved`."""
-        return self.replica.backend.rates(scheduler, n), ()
+    def read(self, scheduler: Any, n: int, unit: str = "step") -> tuple[list[float], Sequence[Any]]:
+        """The first n rates of a scheduler of the framework, and what else it sets, as `moved`."""
+        return self.replica.backend.rates(scheduler, n, unit), ()
 
     @abstractmethod
     def follow(self, total: Vector, over: Any, lr: float, t: int, z: Vector) -> None:

@@ -12,12 +12,15 @@ import os
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Invalid, WrongType
+
+if TYPE_CHECKING:
+    from samestep.devices import Device
 
 Weights = dict[str, NDArray[np.float32]]
 NAMES = ("lenet", "lenet_modern", "mlp", "resnet18")
@@ -116,19 +119,23 @@ def resnet18(channels: int = 1, classes: int = 10, width: int = 64, seed: int = 
     return draw.weights
 
 
-def load(model: Any, weights: Mapping[str, NDArray[Any]] | str | os.PathLike[str]) -> Any:
+def load(
+    model: Any, weights: Mapping[str, NDArray[Any]] | str | os.PathLike[str], device: Device | str | None = None
+) -> Any:
     """A copy of a model, of any framework, with other weights: a dictionary by name, or a safetensors file.
 
-    Names and shapes must be the model's own, buffers included; numbers are converted to its types. The models of this package
-    have one set of names and shapes in all frameworks:
+    It is on `device`, the CPU if none is named. Names and shapes must be the model's own, buffers included; numbers are
+    converted to its types. The models of this package have one set of names and shapes in all frameworks:
 
         samestep export runs/of-torch weights.safetensors
         samestep.models.load(samestep.models.jax.lenet(), "weights.safetensors")
     """
     from samestep.backends import find
-    from samestep.devices import cpu
+    from samestep.devices import Device, cpu
 
-    replica = find.of_model(model).replica(model, None, cpu(), 1)
+    backend, there = find.of_model(model), cpu() if device is None else Device.of(device)
+    backend.require(there)
+    replica = backend.replica(model, None, there, 1)
     own, given = replica.tensors(), _read(weights)
     for words, names in (
         ("has no", own.keys() - given.keys()),

@@ -8,6 +8,8 @@
     any function of t         t is the number of updates already made
     a framework's scheduler   its rates are read from a copy; it counts steps. Of PyTorch's, momenta that it moves are followed
 
+With unit="epoch" the last two count epochs: the rate of count e holds through epoch e.
+
 Whatever it is, the rate of an update depends on t (and for Plateau on the metrics), never on the number of devices.
 """
 
@@ -108,10 +110,12 @@ class Rates:
 
     def __init__(
         self, schedule: Any, updaters: Sequence[Updater], steps_per_epoch: int, max_epochs: int, shape: Shape,
-        monitor: str | None = None,
+        monitor: str | None = None, unit: str = "step",
     ) -> None:  # fmt: skip
         self.steps, self.dtype, self.monitor = steps_per_epoch, shape.dtype, monitor
         self.plateau: Plateau | None = None
+        self.unit = "step" if isinstance(schedule, (Schedule, Plateau)) else unit  # those two say it themselves
+        length = steps_per_epoch if self.unit == "epoch" else 1  # of one count, in steps
         self.inside = bool(updaters[0].fixed)  # the optimizer itself knows its rate, and nobody else
         if schedule is not None and self.inside:
             raise Invalid(
@@ -131,10 +135,11 @@ class Rates:
         elif isinstance(schedule, Schedule):
             self._rate = schedule.bind(steps_per_epoch)
         elif callable(schedule) and not counts(schedule):
-            self._rate = schedule
+            self._rate = lambda t: schedule(t // length)
         else:  # a framework's scheduler
-            rates, moved = updaters[0].read(schedule, steps_per_epoch * max_epochs)
-            self._rate = table(rates)
+            rates, moved = updaters[0].read(schedule, steps_per_epoch * max_epochs // length, self.unit)
+            self._rate = table(rates).every(length) if length > 1 else table(rates)
+            moved = [now for now in moved for _ in range(length)]
             for updater in updaters:
                 updater.moved = moved
         self.given = schedule

@@ -109,8 +109,8 @@ class Fit:
         if settings.monitor not in (None, *columns):
             raise Invalid(f"monitor: this fit has {', '.join(columns)}, got {settings.monitor!r}")
         self.rates = Rates(
-            settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape, settings.monitor
-        )
+            settings.schedule, self.group.updaters, steps, settings.max_epochs, self.shape, settings.monitor, settings.unit
+        )  # fmt: skip
         if world.rank == 0 and (told := doubt(settings.schedule, steps, settings.max_epochs)):
             warnings.warn(told, stacklevel=4)
         self.averager = Averager(settings.average, first, steps, settings.max_epochs)

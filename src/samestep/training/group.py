@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from samestep.runs.checkpoint import Checkpoint, Tensors
 from samestep.schedules.algebra import Schedule
 from samestep.schedules.kinds import constant
 from samestep.schedules.plateau import Plateau
-from samestep.schedules.rates import Rates, counts, rate
+from samestep.schedules.rates import Rates, as_written, counts, rate
 from samestep.schedules.text import from_json
 from samestep.shards import cut_pass, tree_sum
 from samestep.training.measuring import checked, measured
@@ -77,6 +78,8 @@ class Group:
             how = "give a schedule in steps, such as .in_epochs(steps_per_epoch), or lr to every step"
             raise Invalid(f"a Group has no epochs and no schedulers, got the rate {show(self._rate)}: {how}")
         self.steps = 0  # made so far
+        self._by_hand: float | None = None
+        self._changes: list[tuple[int, float | None]] = []  # a step, and the rate from there on
         self._given, self._start = model, Checkpoint({}, {})  # what it begins from, if it was loaded
         self._world: World | None = None
         self._replicas: Replicas | None = None
@@ -85,10 +88,10 @@ class Group:
     def step(self, x: Tree, y: Tree | None = None, lr: float | None = None) -> Made:
         """Make one update from a batch: x and y, or the whole batch as one dictionary.
 
-        lr is the rate; None: that of the optimizer, at the number of steps made so far if it is a schedule.
+        lr is the rate of this step alone; None: `group.lr`.
         """
-        lr = self._rate(self.steps) if lr is None and self._rate else lr
-        given = None if lr is None else constant(rate("lr", lr))
+        lr = self._next() if lr is None else rate("lr", lr)
+        given = None if lr is None else constant(lr)
         with self._at_work(x, y, f"step {self.steps}", repr(given)) as (replicas, feed):
             examples, shards = len(feed.examples), self.settings.shards
             rates = Rates(given, replicas.updaters, 1, 1, self._shape)
@@ -97,6 +100,9 @@ class Group:
             pass_ = feed.start(np.arange(examples), replicas.spans_here([spans]))
             pass_.prepare(replicas.spans_here([spans]))
             numbers = replicas.step(Batch(pass_, spans, keys), rates.epoch(0)[0], self.steps)
+            shown = rates.shown(rates.epoch(0)[0]) if lr is None else lr
+            if not self._changes or self._changes[-1][1] != shown:
+                self._changes.append((self.steps, shown))
             self.steps += 1
             return Made(self.steps, examples, replicas, numbers, replicas.replicas[0].fingerprint(), self._shape)
 
@@ -104,6 +110,36 @@ class Group:
         """Loss, accuracy and metrics of these examples, in evaluation mode."""
         with self._at_work(x, y, "evaluation") as (replicas, feed):
             return replicas.evaluate(feed, self._shape.classes)
+
+    @property
+    def lr(self) -> float | None:
+        """The rate of the next step: set by hand, or that of the optimizer; None if only the optimizer knows it.
+
+        A rate that is set holds until another is; None gives the choice back to the optimizer.
+        """
+        if (lr := self._next()) is not None:
+            return lr
+        optimizer, updater = self.settings.optimizer, self._replicas and self._replicas.updaters[0]
+        if isinstance(optimizer, rules.Optimizer):
+            return optimizer.default_lr
+        own = updater or of_model(self._given).updater(optimizer, self._first(), 0.0)
+        lr = None if own.fixed else own.rate()
+        return None if lr is None else as_written(lr, own.replica.layouts[0].dtype)
+
+    @lr.setter
+    def lr(self, lr: float | None) -> None:
+        self._by_hand = None if lr is None else rate("lr", lr)
+
+    def _next(self) -> float | None:
+        """The rate of the next step, as far as it was given to this group."""
+        if self._by_hand is not None or not self._rate:
+            return self._by_hand
+        return rate("lr", self._rate(self.steps))
+
+    @property
+    def rates(self) -> list[float | None]:
+        """The rates of all steps made so far; None for one of which only the optimizer knew it."""
+        return [lr for (at, lr), (end, _) in pairwise([*self._changes, (self.steps, None)]) for _ in range(at, end)]
 
     @property
     def model(self) -> Model:
@@ -132,10 +168,13 @@ class Group:
             groups = {"model": replicas.replicas[0].tensors(), "optimizer": replicas.updaters[0].tensors()}
             named = [(f"{kind}:{name}", tensor) for kind, group in groups.items() for name, tensor in group.items()]
             tensors = {name: np.array(tensor) for name, tensor in named}
+            tensors["rates:from"] = np.array([at for at, _ in self._changes], np.int64)
+            tensors["rates:lr"] = np.array([lr for _, lr in self._changes], np.float64)  # None is NaN
         elif not tensors:
             raise Invalid("save: the group has not made a step yet")
         about = {"step": self.steps, "seed": self.settings.seed, "shards": self.settings.shards, **self._optimizer()}
         about["lr"] = self._rate.to_json() if isinstance(self._rate, Schedule) else self._rate and FUNCTION
+        about["by_hand"] = self._by_hand
         if self.rank == 0:
             try:
                 checkpoint.write(Path(path), checkpoint.pack(about, tensors))
@@ -147,7 +186,7 @@ class Group:
     @staticmethod
     def load(path: str | os.PathLike[str], model: Model, **settings: Setting) -> Group:
         """The group that `save` wrote, around a model of the same kind; seed, shards and an optimizer of samestep's are known,
-        with the rate that it was given.
+        with the rate that it was given; so are a rate that was set by hand, and all rates so far.
 
         All else is given again: loss, devices, which may be others, and an optimizer of the framework's.
         """
@@ -169,7 +208,10 @@ class Group:
                 raise Invalid(
                     f"{path} was saved with {name}={was}, and not with {now}: give the one that it was saved with"
                 )
-        group.steps, group._start = found.step, found
+        group.steps, group._start, group._by_hand = found.step, found, about.get("by_hand")
+        past = found.group("rates") or {"from": np.zeros(1, np.int64), "lr": np.full(1, np.nan)}  # of an older file
+        changes = zip(past["from"].tolist(), past["lr"].tolist(), strict=True)
+        group._changes = [(at, None if np.isnan(lr) else lr) for at, lr in changes]
         return group
 
     def _optimizer(self) -> dict[str, Any]:

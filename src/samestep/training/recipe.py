@@ -73,6 +73,7 @@ def _own(fit: Fit, model: Any) -> dict[str, Any]:
         **({"patience": settings.patience} if settings.patience else {}),
         **({"loss_over": fit.measure.kind} if fit.measure.kind != MEAN else {}),
         "optimizer": repr(fit.group.updaters[0]), "schedule": repr(fit.rates),
+        **({} if fit.rates.unit == "step" else {"unit": fit.rates.unit}),
         "numerics": numerics | backend.numerics(fit.devices, bool(settings.portable)),
         "code": code, "unchecked": unchecked,
     }  # fmt: skip

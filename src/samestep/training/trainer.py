@@ -11,7 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from samestep import draws, portable
+from samestep.backends.arrays import get
 from samestep.backends.base import Array, Backend, Model
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
 from samestep.backends.losses import PerShard
@@ -21,7 +24,7 @@ from samestep.data.examples import Arrays, Data
 from samestep.data.feed import Feed
 from samestep.data.readers import NAME, UNGUARDED
 from samestep.devices import Device, Devices, resolve
-from samestep.errors import Invalid, WrongType
+from samestep.errors import Invalid, NotBuilt, WrongType
 from samestep.optimizers.averaging import Average
 from samestep.optimizers.grouping import Groups, check_groups
 from samestep.optimizers.rules import FrameworkOptimizer, Optimizer, Rated, adagrad, adam, adamw, sgd, sgld
@@ -30,13 +33,14 @@ from samestep.processes.world import World
 from samestep.runs.checkpoint import Tensors, parse
 from samestep.runs.recipe import ACCEPT
 from samestep.runs.run import Run
+from samestep.schedules.algebra import Schedule
 from samestep.schedules.plateau import Plateau
 from samestep.schedules.rates import RateLike, check_schedule, rate
 from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
 from samestep.training.measuring import check_metrics, checked, measured
 from samestep.training.replicas import Replicas
-from samestep.trees import Tree
+from samestep.trees import Tree, mapped
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Trainer:
                        framework, or any function of t, the number of updates already made; None: the `lr` or the default of
                        samestep's optimizer, or the rate that the framework's own came with
     lr                 the same as `schedule`; say one of the two
+    unit               what the schedule counts: "step", or "epoch": then t is the number of epochs already made, for a
+                       function and a scheduler of the framework, too; a Plateau counts epochs anyway
     groups             weights with a rate or decay of their own, or frozen, by pattern of their names (docs/fine-tuning.md):
                        {"backbone.*": samestep.group(lr_scale=0.1)}; the first pattern that matches decides
     gradient_clip_val  a longer gradient is scaled down to this norm; 0 for no clipping
@@ -91,6 +97,7 @@ class Trainer:
     optimizer: Optimizer | FrameworkOptimizer | Callable[..., FrameworkOptimizer] = field(default_factory=sgd)
     schedule: RateLike = None
     lr: RateLike = None
+    unit: str = "step"
     groups: Groups = field(default_factory=dict)
     gradient_clip_val: float = 0.0
     gradient_clip_algorithm: str = "norm"
@@ -207,6 +214,11 @@ class Trainer:
         self.schedule = self.lr = None
         for name, value in given.items():
             self.schedule = check_schedule("", name, value)
+        if choice("", "unit", self.unit, ("step", "epoch")) == "epoch":
+            if self.schedule is None:
+                raise Invalid("unit='epoch' is for a schedule, and there is none: pass schedule=... or leave unit out")
+            if isinstance(self.schedule, Schedule) and self.schedule.unit == "steps":
+                self.schedule = self.schedule.in_epochs()
         if isinstance(self.optimizer, Rated):
             self.optimizer = replace(self.optimizer, lr=None)
 
@@ -271,11 +283,34 @@ class Trainer:
         device = resolve(self.devices, self.shards, backend)[0]
         return [backend.put(array, device) for array in batch]
 
-    def prepare_model(self, model: Model) -> Model:
-        """A copy of the model on the first device of this trainer."""
+    def prepare_model(self, model: Model, x: Tree | None = None) -> Model:
+        """A copy of the model on the first device of this trainer.
+
+        x is a batch, for a model whose weights are not made yet (a lazy layer, a module of flax): its first example makes them.
+        """
         backend = of_model(model)
         device = resolve(self.devices, self.shards, backend)[0]
-        return backend.replica(model, self.loss, device, self.shards).model()
+        try:
+            if x is not None:
+                examples = Arrays("batch", (mapped(_first, x), np.zeros(1, np.int64)))
+                measured(replace(self, loss=PerShard(_nothing), metrics={}), backend, model, examples)
+            return backend.replica(model, self.loss, device, self.shards).model()
+        except NotBuilt as error:
+            raise NotBuilt(f"{error}; or pass a batch, prepare_model(model, x)" if x is None else str(error)) from None
+        finally:
+            backend.forget()
+
+
+def _first(array: Any) -> Any:
+    """The first example of a batch, on the host."""
+    if not getattr(array, "shape", ()):
+        raise WrongType(f"prepare_model: x must be a batch, an array with one row per example, got {show(array)}")
+    return get(array[:1])
+
+
+def _nothing(output: Any, y: Any) -> tuple[Any, float]:
+    """A loss for any output."""
+    return y[0], 1.0
 
 
 def matching(model: Any, data: Any, **given: Any) -> tuple[Backend, Data]:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from samestep.backends.by_id import ById
 from samestep.backends.pair import Given, Pair, call, told
-from samestep.errors import Invalid
+from samestep.errors import NotBuilt
 
 Key = Any
 
@@ -110,7 +110,7 @@ def adapt(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Adapter, Any, A
     if isinstance(model, Pair):
         params = made[id(model)][1] if id(model) in made else model.params
         if callable(params):
-            raise Invalid("the parameters of this Pair are not made yet: pass Pair(apply, init(key, x))")
+            raise NotBuilt("the parameters of this Pair are not made yet: pass Pair(apply, init(key, x))")
         return PairAdapter(ById.wrap(model.apply)), params, model.state
     if isinstance(model, nnx.Module):
         graph, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
@@ -120,6 +120,6 @@ def adapt(model: Any, made: dict[int, tuple[Any, Any]]) -> tuple[Adapter, Any, A
     elif id(model) in made:
         module, variables = model, made[id(model)][1]
     else:
-        raise Invalid("this flax module has no variables yet: pass model.bind(model.init(key, x))")
+        raise NotBuilt("this flax module has no variables yet: pass model.bind(model.init(key, x))")
     state = dict(variables)
     return LinenAdapter(module), state.pop("params", {}), state

@@ -103,6 +103,9 @@ class JaxBackend(Backend):
             return array
         return jax.device_put(checked(array), native)
 
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Any:
+        return jnp.full(shape, checked(np.array(value, dtype)), device=self._native(device))
+
     def get(self, array: Any) -> Numbers:
         return np.asarray(array)
 
@@ -165,9 +168,12 @@ class JaxBackend(Backend):
                 yield
             finally:
                 self._run, self._run_on_gpu = None, False
-                self._made.clear()
+                self.forget()
 
     # Models
+
+    def forget(self) -> None:
+        self._made.clear()
 
     def describe(self, model: Any) -> str:
         if isinstance(model, Pair):

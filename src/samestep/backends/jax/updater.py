@@ -37,8 +37,12 @@ class JaxUpdater(NativeUpdater):
             raise WrongType(f"optimizer must be {kinds}, got {got}")
         tree = replica.trees[0]
         self.state = jax.jit(lambda vector: made.init(tree.unflatten([vector])))(replica.parameters)
-        own = "hyperparams" if "learning_rate" in getattr(self.state, "hyperparams", {}) else "fixed"
+        seen, moved = (getattr(self.state, name, {}) for name in ("hyperparams", "hyperparams_states"))
+        own = (
+            "hyperparams" if "learning_rate" in seen and "learning_rate" not in moved else "fixed"
+        )  # moved: a schedule
         self._way = own if ready else "rate"
+        self._first_rate = float(seen["learning_rate"]) if self._way == "hyperparams" else None
         how = "pass the function that makes the optimizer (optimizer=optax.adam), or use optax.inject_hyperparams"
         self.fixed, self._update = how * (self._way == "fixed"), update_of(ById.wrap(given), self._way, tree)
 
@@ -50,9 +54,7 @@ class JaxUpdater(NativeUpdater):
 
     def rate(self) -> float | None:
         """The rate that it came with; 1 stands for a rate that is inside it and cannot be seen."""
-        if self._way == "hyperparams":
-            return float(self.state.hyperparams["learning_rate"])
-        return 1.0 if self.fixed else None
+        return 1.0 if self.fixed else self._first_rate
 
     def apply(self, gradient: Any, lr: float, t: int) -> None:
         replica = self.replica

@@ -107,6 +107,11 @@ class MxnetBackend(Backend):
         is_there = isinstance(array, nd.NDArray) and array.ctx == self._home(device)
         return array if is_there else self.copy(array, device)
 
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Any:
+        if not shape:
+            raise Invalid("full: MXNet has no arrays without a dimension: use shape (1,)")
+        return nd.full(shape, value, self._home(device), dtype)
+
     def get(self, array: Any) -> np.ndarray[Any, Any]:
         with self.explained():
             numbers = array.asnumpy() if isinstance(array, nd.NDArray) else np.asarray(array)
@@ -230,11 +235,11 @@ class MxnetBackend(Backend):
     def updater(self, optimizer: Any, replica: MxnetReplica, clip: Any) -> MxnetUpdater:
         return MxnetUpdater(optimizer, replica, clip)
 
-    def rates(self, scheduler: Any, n: int) -> list[float]:
+    def rates(self, scheduler: Any, n: int, unit: str = "step") -> list[float]:
         if not isinstance(scheduler, mx.lr_scheduler.LRScheduler):
             raise WrongType(f"schedule must be an mxnet.lr_scheduler.LRScheduler, got {type(scheduler).__name__}")
-        twin = copy.deepcopy(scheduler)
-        return [float(twin(t + 1)) for t in range(n)]  # MXNet counts an update before it asks for its rate
+        twin, first = copy.deepcopy(scheduler), unit == "step"  # MXNet counts an update before it asks for its rate
+        return [float(twin(first + t)) for t in range(n)]
 
     # Losses: arrays of mxnet.nd, which have at least one dimension
 

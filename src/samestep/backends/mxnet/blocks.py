@@ -14,7 +14,7 @@ from mxnet.gluon import Block, HybridBlock
 from mxnet.gluon.parameter import Parameter
 
 from samestep.backends.calling import OPTIONS, Style, spread, style_of
-from samestep.errors import Invalid, WrongType
+from samestep.errors import Invalid, NotBuilt, WrongType
 from samestep.trees import Tree
 
 
@@ -71,7 +71,9 @@ def arrays_in(block: Block) -> dict[str, Any]:
 def check_parameters(parameters: dict[str, Parameter]) -> None:
     for name, p in parameters.items():
         if p._data is None:
-            raise Invalid(f"the parameter {name!r} has no value: call initialize(), and use it or give its whole shape")
+            raise NotBuilt(
+                f"the parameter {name!r} has no value: call initialize(), and use it or give its whole shape"
+            )
         if np.dtype(p.list_data()[0].dtype).kind == "V":  # bfloat16
             raise WrongType(f"the parameter {name!r} is of type {p.dtype}, which NumPy does not know: convert it")
         if p._stype != "default":

@@ -24,6 +24,7 @@ class MxnetUpdater(KeepingUpdater):
         super().__init__(replica, clip)
         self.optimizer = made = copy.deepcopy(_made(given))
         self._scheduler, made.lr_scheduler = made.lr_scheduler, None  # the schedule sets the rate
+        self._first_rate = made.lr
         if made.lr_mult or made.wd_mult:
             raise Invalid(
                 "in Gluon, set_lr_mult and set_wd_mult of an optimizer have no effect: set them on parameters"
@@ -48,7 +49,7 @@ class MxnetUpdater(KeepingUpdater):
                 f"the optimizer has a scheduler inside ({type(self._scheduler).__name__}), which the Trainer does not step: "
                 "pass the scheduler as schedule, and a number to the optimizer"
             )
-        return float(self.optimizer.lr)
+        return float(self._first_rate)
 
     def apply(self, gradient: Any, lr: float, t: int) -> None:
         optimizer, parts = self.optimizer, self.replica.layouts[0].cut(gradient)

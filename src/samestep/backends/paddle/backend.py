@@ -94,6 +94,10 @@ class PaddleBackend(Backend):
         self.require(device)
         return array if isinstance(array, paddle.Tensor) else paddle.to_tensor(checked(array), place=CPU)
 
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Tensor:
+        checked(np.empty(0, dtype))
+        return paddle.full(shape, value, dtype, device=CPU)
+
     def get(self, array: Any) -> Numbers:
         return array.numpy() if isinstance(array, paddle.Tensor) else np.asarray(array)
 
@@ -187,8 +191,7 @@ class PaddleBackend(Backend):
         weights = [p for p in model.parameters() if not p.stop_gradient]
         dtype = check_weights(self.describe(model), map(dtype_of, weights))
         check_examples(name, x, dtype, y)
-        if not all(p._is_initialized() for p in weights):
-            raise Invalid("the model was made under paddle.LazyGuard: call initialize() of each parameter first")
+        check_made(model)
         modes = [(layer, layer.training, dict(layer._buffers)) for layer in model.sublayers(include_self=True)]
         noise = GENERATOR.get_state()
         model.eval()
@@ -216,6 +219,7 @@ class PaddleBackend(Backend):
         self, model: paddle.nn.Layer, measure: Any, device: Device, shards: int, capture: bool = True
     ) -> PaddleReplica:
         self.require(device)
+        check_made(model)
         with self.explained():
             return PaddleReplica(self, model, measure, device, shards)
 
@@ -224,7 +228,7 @@ class PaddleBackend(Backend):
         check_optimizer(updater.optimizer, self.portable)
         return updater
 
-    def rates(self, scheduler: Any, n: int) -> list[float]:
+    def rates(self, scheduler: Any, n: int, unit: str = "step") -> list[float]:
         if isinstance(scheduler, paddle.optimizer.lr.ReduceOnPlateau):
             raise Invalid("ReduceOnPlateau follows a metric, not the number of updates: use samestep.Plateau")
         if not isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
@@ -259,6 +263,11 @@ class PaddleBackend(Backend):
 
     def zero(self, like: Tensor) -> Tensor:
         return paddle.zeros([])
+
+
+def check_made(model: paddle.nn.Layer) -> None:
+    if not all(p._is_initialized() for p in model.parameters()):
+        raise Invalid("the model was made under paddle.LazyGuard: call initialize() of each parameter first")
 
 
 def checked(array: Any) -> Numbers:

@@ -41,7 +41,7 @@ from samestep.backends.tensorflow.replica import TensorflowReplica
 from samestep.backends.tensorflow.updater import TensorflowUpdater
 from samestep.backends.workers import cores
 from samestep.devices import Device, cpu, gpu
-from samestep.errors import BackendMissing, Invalid
+from samestep.errors import BackendMissing, Invalid, NotBuilt
 from samestep.trees import Tree, first, mapped
 
 if (other := keras.backend.backend()) != "tensorflow":
@@ -94,6 +94,10 @@ class TensorflowBackend(Backend):
             return array
         with self._native(device):
             return tf.identity(array) if ours else tf.constant(array)
+
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Any:
+        with self._native(device):
+            return tf.fill(shape, tf.constant(value, dtype))
 
     def get(self, array: Any) -> Numbers:
         return array.numpy() if isinstance(array, ARRAYS) else np.asarray(array)
@@ -191,7 +195,7 @@ class TensorflowBackend(Backend):
     def replica(self, model: Any, measure: Any, device: Device, shards: int, capture: bool = True) -> TensorflowReplica:
         self.require(device)
         if isinstance(model, keras.Layer) and not model.built and not model.weights:  # a fit builds it
-            raise Invalid(f"the model {self.describe(model)} has no weights yet: call it once, or model.build(shape)")
+            raise NotBuilt(f"the model {self.describe(model)} has no weights yet: call it once, or model.build(shape)")
         # One program for all replicas of a run, and no longer: the model can be changed before the next one.
         key = id(model), shards
         program = self._programs.get(key)

@@ -37,7 +37,7 @@ from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.scheduler import read
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import Device, cpu, gpu, host_memory
-from samestep.errors import Invalid, NotDeterministic, WrongType
+from samestep.errors import Invalid, NotBuilt, NotDeterministic, WrongType
 from samestep.processes.place import Place
 from samestep.processes.world import World
 from samestep.trees import Tree, mapped
@@ -84,6 +84,9 @@ class TorchBackend(Backend):
         if self.device_of(array) == device:
             return array
         return array.to(str(device), non_blocking=device.kind == "cuda")  # a copy to the host must wait
+
+    def full(self, shape: tuple[int, ...], value: float, device: Device, dtype: str) -> Any:
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=str(device))
 
     def get(self, array: Any) -> Numbers:
         return on_host(array) if isinstance(array, torch.Tensor) else np.asarray(array)
@@ -196,7 +199,7 @@ class TorchBackend(Backend):
         if any(isinstance(layer, torch.jit.ScriptModule) for layer in model.modules()):
             raise WrongType("a model of torch.jit cannot be copied around other weights: pass what it was made from")
         if any(isinstance(p, UninitializedParameter) for p in model.parameters()):  # a fit makes them
-            raise Invalid(f"the model {self.describe(model)} has no weights yet: call it once with an example")
+            raise NotBuilt(f"the model {self.describe(model)} has no weights yet: call it once with an example")
         if self.portable and any(hasattr(layer, "_orig_mod") for layer in model.modules()):
             raise Invalid("portable: torch.compile writes kernels for this CPU: leave it out")
         with self.explained():
@@ -205,8 +208,8 @@ class TorchBackend(Backend):
     def updater(self, optimizer: Any, replica: TorchReplica, clip: Any) -> TorchUpdater:
         return TorchUpdater(optimizer, replica, clip)
 
-    def rates(self, scheduler: Any, n: int) -> list[float]:
-        return read(scheduler, n)
+    def rates(self, scheduler: Any, n: int, unit: str = "step") -> list[float]:
+        return read(scheduler, n, unit)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         from samestep.processes.torch import join

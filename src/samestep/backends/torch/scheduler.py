@@ -15,18 +15,18 @@ from samestep.errors import Invalid, WrongType
 Moved = list[list[dict[str, Any]]]  # by update and group: what it moves beside the rate, or rates that differ
 
 
-def read(scheduler: LRScheduler, n: int) -> list[float]:
-    """The rates of the next n updates under any PyTorch scheduler; the scheduler and its optimizer stay as they are.
+def read(scheduler: LRScheduler, n: int, unit: str = "step") -> list[float]:
+    """The next n rates of any PyTorch scheduler; it and its optimizer stay as they are. What it counts is for messages.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     >>> read(torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5), 4)
     [0.5, 0.5, 0.25, 0.25]
     """
-    rates, moved = read_all(scheduler, n)
+    rates, moved = read_all(scheduler, n, unit)
     for t, groups in enumerate(moved):
         if len(now := {group.get("lr", rates[t]) for group in groups}) > 1:
-            what = f"read: all parameter groups must have one rate, got {sorted(now)} at update {t}"
+            what = f"read: all parameter groups must have one rate, got {sorted(now)} at {unit} {t}"
             raise Invalid(f"{what}: samestep's optimizers have groups of their own, Trainer(groups=...)")
     if moved:
         raise Invalid(
@@ -36,8 +36,8 @@ def read(scheduler: LRScheduler, n: int) -> list[float]:
     return rates
 
 
-def read_all(scheduler: LRScheduler, n: int) -> tuple[list[float], Moved]:
-    """The rates of the next n updates, those of the first group, and what else the scheduler moves."""
+def read_all(scheduler: LRScheduler, n: int, unit: str = "step") -> tuple[list[float], Moved]:
+    """The next n rates, those of the first group, and what else the scheduler moves."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise Invalid("read: ReduceLROnPlateau follows a metric, not the number of updates: use samestep.Plateau")
     if not isinstance(scheduler, LRScheduler):
@@ -54,7 +54,7 @@ def read_all(scheduler: LRScheduler, n: int) -> tuple[list[float], Moved]:
                 if t:
                     twin.step()
             except ValueError as error:
-                raise Invalid(f"{type(scheduler).__name__} ends before {n} updates: {error}") from None
+                raise Invalid(f"{type(scheduler).__name__} ends before {n} {unit}s: {error}") from None
             groups = twin.optimizer.param_groups
             settings.append([{**group, "params": None, "lr": float(group["lr"])} for group in groups])
             rates.append(settings[-1][0]["lr"])

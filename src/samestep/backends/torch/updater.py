@@ -58,8 +58,8 @@ class TorchUpdater(KeepingUpdater):
         """The rate that the optimizer came with: of its first group. The others keep their ratio to it."""
         return self._rates[0]
 
-    def read(self, scheduler: Any, n: int) -> tuple[list[float], Moved]:
-        rates, moved = read_all(scheduler, n)
+    def read(self, scheduler: Any, n: int, unit: str = "step") -> tuple[list[float], Moved]:
+        rates, moved = read_all(scheduler, n, unit)
         ours = self.optimizer.param_groups
         for theirs in moved[:1]:
             if len(theirs) != len(ours) or any(name not in ours[i] for i, group in enumerate(theirs) for name in group):

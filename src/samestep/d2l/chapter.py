@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +28,7 @@ from samestep.screen import plot
 
 TABS = {"pytorch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddle", "mxnet": "mxnet"}
 FIRST = "mxnet"  # the book's first framework
+FENCE = re.compile(r"^```[ {.]*python.*?\n(.*?)(?:^```|\Z)", re.M | re.S)
 MARK = re.compile(r"^(?:#@|%%)tab +(.+)$", re.M)
 CHOOSES = "interact_select"
 EPOCHS = ("num_epochs", "max_epochs")
@@ -62,35 +64,14 @@ def read(path: Path) -> list[Cell]:
 
 
 def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    begun: int | None = None
-    lines = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if begun is not None and line.startswith("```"):
-            yield begun + 1, "\n".join(lines[begun : number - 1])
-            begun = None
-        elif re.match(r"```\s*(\{\.python|python|\{\.input)", line):
-            begun = number
-    if begun is not None:
-        raise ValueError(f"the cell that begins in line {begun} has no end")
+    for found in FENCE.finditer(text):
+        yield text.count("\n", 0, found.start(1)) + 1, found[1]
 
 
 def _of_notebook(text: str) -> Iterator[tuple[int, str]]:
     for cell in json.loads(text)["cells"]:
         if cell["cell_type"] == "code":
             yield 1, "".join(cell["source"])
-
-
-class Tab:
-    """What the chapters ask which tab is run."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def selected(self, *names: str) -> bool:
-        return self.name in names
-
-    def interact_select(self, *names: Any) -> None:
-        """It was chosen on the command line."""
 
 
 class Mended(ast.NodeTransformer):
@@ -129,7 +110,8 @@ def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | 
             figures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise Invalid(f"{figures} cannot be made: {error.strerror}") from None
-    space: dict[str, Any] = {"__name__": "__main__", "tab": Tab(tab)}
+    chosen = SimpleNamespace(selected=lambda *names: tab in names, interact_select=lambda *names: None)
+    space: dict[str, Any] = {"__name__": "__main__", "tab": chosen}
     with standing_in(TABS[tab]) as d2l:
         Batches.examples = examples
         d2l.manual_seed(seed)

@@ -22,13 +22,9 @@ def pyplot() -> Any:
     return find.imported("matplotlib.pyplot", "plot")
 
 
-def plot(
-    X: Any, Y: Any = None, xlabel: str | None = None, ylabel: str | None = None, legend: Sequence[str] = (), xlim: Any = None,
-    ylim: Any = None, xscale: str = "linear", yscale: str = "linear", fmts: Sequence[str] = FORMATS,
-    figsize: tuple[float, float] = SIZE, axes: Any = None,
-) -> None:  # fmt: skip
-    """Draw curves: Y over X, each one curve or a list of them; without Y, X over 0, 1, 2, ..."""
-    animator = Animator(xlabel, ylabel, legend, xlim, ylim, xscale, yscale, fmts, figsize=figsize)
+def plot(X: Any, Y: Any = None, *args: Any, figsize: Any = SIZE, axes: Any = None, **options: Any) -> None:
+    """Draw curves: Y over X, each one curve or a list of them; without Y, X over 0, 1, 2, ... All else is as of an Animator."""
+    animator = Animator(*args, figsize=figsize, **options)
     X, Y = (curves if curves is None or np.ndim(curves[0]) else [curves] for curves in (X, Y))
     X, Y = ([range(len(y)) for y in X], X) if Y is None else (X, Y)
     for x, y in zip(list(X) * (len(Y) // len(X)), Y, strict=True):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
+from functools import partial
+from types import SimpleNamespace as Functions
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from samestep.d2l.names import Batches, HyperParameters, Names, door
+from samestep.d2l.names import Batches, HyperParameters, Names
 from samestep.devices import Device
 
 Array = Any
@@ -24,8 +26,8 @@ class Module(nn.Module, HyperParameters):
 
 class Jax(Names):
     Module = Module
-    arange, zeros, ones, tensor = map(staticmethod, (jnp.arange, jnp.zeros, jnp.ones, jnp.array))
     _framework = "jax"
+    _functions = Functions(arange=jnp.arange, zeros=jnp.zeros, ones=jnp.ones)
 
     def normal(self, shape: Sequence[int], key: Any = None) -> Array:
         return jax.random.normal(jax.random.PRNGKey(Batches.seed) if key is None else key, shape)
@@ -48,4 +50,4 @@ _gradients = jax.jit(
     lambda net, loss, params, X, y: jax.grad(lambda p: loss(net(X, p), y).sum())(params), static_argnums=(0, 1)
 )
 names = Jax()
-__getattr__, __dir__ = door(names)
+__getattr__, __dir__ = partial(getattr, names), names.__dir__

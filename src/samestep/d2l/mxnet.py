@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace as Functions
 from typing import Any
 
 import mxnet as mx
 from mxnet import autograd, gluon, np, npx
 
-from samestep.d2l.names import Names, Taught, door
+from samestep.d2l.names import Names, Taught
 from samestep.devices import Device
 from samestep.runs.run import Run
 
@@ -21,8 +23,8 @@ class Module(Taught, gluon.nn.Block):
 
 class MXNet(Names):
     Module = Module
-    normal, arange, zeros, ones, tensor = map(staticmethod, (np.random.normal, np.arange, np.zeros, np.ones, np.array))
     _framework, _seed = "mxnet", staticmethod(mx.random.seed)
+    _functions = Functions(normal=np.random.normal, arange=np.arange, zeros=np.zeros, ones=np.ones)
 
     def _native(self, device: Device) -> mx.Context:
         return mx.Context("cpu" if device.kind == "cpu" else "gpu", device.index)
@@ -64,4 +66,4 @@ class MXNet(Names):
 
 
 names = MXNet()
-__getattr__, __dir__ = door(names)
+__getattr__, __dir__ = partial(getattr, names), names.__dir__

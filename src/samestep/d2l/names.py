@@ -10,6 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class Taught(HyperParameters):
         self.board = drawing.ProgressBoard()
 
     def forward(self, X: Any) -> Any:
-        return self.net(X)  # type: ignore[attr-defined]
+        return self.net(X)
 
     call = forward
 
@@ -121,26 +122,15 @@ class Batches:
 
     def _resized(self, x: Any) -> Any:
         """Images of another size, by the two nearest pixels in each direction."""
-        if not self._side or self._side == x.shape[-1]:
-            return x
-        at = np.clip((np.arange(self._side) + 0.5) * x.shape[-1] / self._side - 0.5, 0, x.shape[-1] - 1)
-        near = np.maximum(0, 1 - np.abs(at[:, None] - np.arange(x.shape[-1]))).astype(np.float32)
-        return near @ x @ near.T
+        old, new = x.shape[-1], self._side or x.shape[-1]
+        at = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+        near = np.maximum(0, 1 - np.abs(at[:, None] - np.arange(old))).astype(np.float32)
+        return x if old == new else near @ x @ near.T
 
 
-class FashionMNIST:
-    """Fashion-MNIST for a Trainer, in batches."""
-
-    d2l: Names
-
-    def __init__(self, batch_size: int = 64, resize: Any = (28, 28)) -> None:
-        self.batch_size, (self._train, self._val) = batch_size, self.d2l.load_data_fashion_mnist(batch_size, resize)
-
-    def train_dataloader(self) -> Any:
-        return self._train
-
-    def val_dataloader(self) -> Any:
-        return self._val
+def _fashion() -> list[tuple[Any, Any]]:
+    """What of Fashion-MNIST is used: (x, y) to train on, and to test on."""
+    return [(x[: Batches.examples], y[: Batches.examples]) for x, y in fashion.load()]
 
 
 class Trainer(HyperParameters):
@@ -151,9 +141,6 @@ class Trainer(HyperParameters):
     """
 
     d2l: Names
-    max_epochs: int
-    num_gpus: int
-    gradient_clip_val: float
 
     def __init__(self, max_epochs: int, num_gpus: int = 0, gradient_clip_val: float = 0) -> None:
         self.save_hyperparameters()
@@ -190,15 +177,18 @@ class Names:
     Animator, ProgressBoard, plot = drawing.Animator, drawing.ProgressBoard, staticmethod(drawing.plot)
     train_2d, show_trace_2d = staticmethod(lab.train_2d), staticmethod(lab.show_trace_2d)
     plt = property(lambda self: drawing.pyplot())
+    loss: Callable[[Array, Array], Array]  # softmax cross-entropy of each example
     _framework: str
+    _native: Callable[[Device], Native]  # the framework's own object for a device
+    _device: Callable[[Native], Device]  # the inverse
+    _gradients: Callable[..., Sequence[Array]]  # of the summed loss, from (net, loss, params, X, y)
     _no_grad: Callable[[], Any] = nullcontext
     _loader = ""  # the method of a model that takes its weights
-    _seed: Callable[[int], Any] = lambda seed: None
-    _zero: Callable[[Array], Any] = lambda parameter: None
+    _seed: Any = staticmethod(lambda seed: None)  # sets the framework's generator
+    _functions: SimpleNamespace  # the framework's own that the chapters call d2l's
 
     def __init__(self) -> None:
-        for kind in (Trainer, FashionMNIST):
-            setattr(self, kind.__name__, type(kind.__name__, (kind,), {"d2l": self, "__doc__": kind.__doc__}))
+        self.Trainer = type("Trainer", (Trainer,), {"d2l": self, "__doc__": Trainer.__doc__})
 
     @property
     def _backend(self) -> Backend:
@@ -209,14 +199,6 @@ class Names:
         return find.imported(f"samestep.models.{self._framework}", self._framework)
 
     # Devices
-
-    def _native(self, device: Device) -> Native:
-        """The framework's own object for a device."""
-        raise NotImplementedError
-
-    def _device(self, native: Native) -> Device:
-        """The inverse."""
-        raise NotImplementedError
 
     def cpu(self) -> Native:
         return self._native(cpu())
@@ -253,16 +235,17 @@ class Names:
 
     def _collected(self, batches: Iterable[tuple[Array, Array]]) -> Any:
         """The examples of all batches as two arrays of NumPy."""
-        return tuple(
-            map(np.concatenate, zip(*([self._backend.get(a) for a in batch] for batch in batches), strict=True))
-        )
+        x, y = zip(*(map(self._backend.get, batch) for batch in batches), strict=True)
+        return np.concatenate(x), np.concatenate(y)
 
-    def load_data_fashion_mnist(self, batch_size: int, resize: Any = None) -> tuple[Any, Any]:
+    def load_data_fashion_mnist(self, batch_size: int, resize: Any = None) -> Sequence[Any]:
         """Batches to train on, in another order in every epoch, and batches to test on."""
-        (x, y), (test_x, test_y) = ([array[: Batches.examples] for array in part] for part in fashion.load())
-        return Batches(self, x, y, batch_size, resize), Batches(
-            self, test_x, test_y, batch_size, resize, shuffled=False
-        )
+        return [Batches(self, *part, batch_size, resize, i == 0) for i, part in enumerate(_fashion())]
+
+    def FashionMNIST(self, batch_size: int = 64, resize: Any = (28, 28)) -> Any:
+        """The same for a Trainer."""
+        train, val = self.load_data_fashion_mnist(batch_size, resize)
+        return SimpleNamespace(batch_size=batch_size, train_dataloader=lambda: train, val_dataloader=lambda: val)
 
     # Scores
 
@@ -299,14 +282,6 @@ class Names:
         """LeNet of the chapter, as a function of a list of parameters."""
         return self._models.lenet_function(X, params)
 
-    def loss(self, y_hat: Array, y: Array) -> Array:
-        """Softmax cross-entropy of each example."""
-        raise NotImplementedError
-
-    def _gradients(self, net: Any, loss: Any, params: Sequence[Array], X: Array, y: Array) -> Sequence[Array]:
-        """The gradient of the summed loss by each of the parameters."""
-        raise NotImplementedError
-
     def init_params(self, seed: int | None = None) -> list[Array]:
         """W1, b1, … W4, b4 of LeNet: N(0, 1) · 0.01, and zeros."""
         return list(map(self._array, models.lenet_params(Batches.seed if seed is None else seed)))
@@ -317,8 +292,8 @@ class Names:
         with self._no_grad():
             for i, (p, g) in enumerate(zip(params, grads, strict=True)):
                 params[i] = self._backend.assign(p, p - lr * g / batch_size)
-        for p in params if len(rest) == 2 else ():
-            self._zero(p)
+                if len(rest) == 2:
+                    self._backend.assign(g, g * 0)  # a backward pass may add to it
 
     def get_params(self, params: Sequence[Array], device: Native) -> list[Array]:
         """A copy of the parameters on a device, with gradients attached. It shares storage with nothing."""
@@ -342,18 +317,17 @@ class Names:
 
     def train(self, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10, params: Any = None) -> Run:
         """The chapter's job: LeNet on Fashion-MNIST on num_gpus devices. The weights do not depend on how many there are."""
-        devices = [self.try_gpu(i) for i in range(num_gpus)]
-        data = Data(*([array[: Batches.examples] for array in part] for part in map(tuple, fashion.load())))
-        given = zip(models.lenet(), map(self._backend.get, () if params is None else params), strict=False)
-        start = {name: array.T if array.ndim == 2 else array for name, array in given}
         trainer = samesteps.Trainer(
-            num_epochs, batch_size, lr=lr, seed=Batches.seed, progress=False, devices=list(map(self._device, devices)) or "cpu"
-        )  # fmt: skip
-        run = trainer.fit(self._models.lenet(Batches.seed), data, weights=start or None)
+            num_epochs, batch_size, lr=lr, devices=num_gpus or "cpu", seed=Batches.seed, progress=False
+        )
+        given = zip(models.lenet(), map(self._backend.get, params or ()), strict=False)
+        start = {name: array.T if array.ndim == 2 else array for name, array in given}
+        run = trainer.fit(self._models.lenet(Batches.seed), Data(*_fashion()), weights=start or None)
         animator = drawing.Animator("epoch", "test acc", xlim=[1, num_epochs])
         for row in run.history:
             animator.add(row["epoch"], (row["test_accuracy"],))
         seconds = sum(row["seconds"] for row in run.history) / num_epochs
+        devices = [self._native(Device.of(name)) for name in run.devices]
         shown = [getattr(device, "_device_name", device) for device in devices]  # TensorFlow's says nothing of itself
         print(f"test acc: {run.history[-1]['test_accuracy']:.2f}, {seconds:.1f} sec/epoch on {shown}")
         return run
@@ -373,16 +347,12 @@ class Names:
         Batches.seed = seed
         self._seed(seed)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self._functions):
+            return getattr(self._functions, name)
+        raise AttributeError(f"samestep.d2l.{self._framework} has no {name!r}: it has {', '.join(dir(self))}")
+
     def __dir__(self) -> list[str]:
-        return sorted(name for name in {*dir(type(self)), *vars(self)} if not name.startswith("_"))
-
-
-def door(names: Names) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of the module that has these names."""
-
-    def get(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(names, name)
-
-    return get, lambda: dir(names)
+        return sorted(
+            name for name in {*dir(type(self)), *vars(self), *vars(self._functions)} if not name.startswith("_")
+        )

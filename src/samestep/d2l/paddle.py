@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace as Functions
 from typing import Any
 
 import paddle
 from paddle import nn
 
-from samestep.d2l.names import Names, Taught, door
+from samestep.d2l.names import Names, Taught
 from samestep.devices import Device
 
 Tensor = Any
@@ -20,12 +22,8 @@ class Module(Taught, nn.Layer):
 
 class Paddle(Names):
     Module = Module
-    normal, arange, zeros, ones, tensor = map(
-        staticmethod, (paddle.normal, paddle.arange, paddle.zeros, paddle.ones, paddle.to_tensor)
-    )
-    _framework, _loader = "paddle", "set_state_dict"
-    _no_grad, _seed = paddle.no_grad, staticmethod(paddle.seed)
-    _zero = staticmethod(lambda parameter: parameter.clear_gradient())
+    _framework, _loader, _no_grad, _seed = "paddle", "set_state_dict", paddle.no_grad, staticmethod(paddle.seed)
+    _functions = Functions(normal=paddle.normal, arange=paddle.arange, zeros=paddle.zeros, ones=paddle.ones)
 
     def _native(self, device: Device) -> Any:
         return paddle.CPUPlace() if device.kind == "cpu" else paddle.CUDAPlace(device.index)
@@ -41,4 +39,4 @@ class Paddle(Names):
 
 
 names = Paddle()
-__getattr__, __dir__ = door(names)
+__getattr__, __dir__ = partial(getattr, names), names.__dir__

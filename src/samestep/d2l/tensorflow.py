@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace as Functions
 from typing import Any
 
 import samestep.backends.tensorflow.backend  # noqa: F401  (it must be there before TensorFlow starts its threads)
@@ -11,7 +13,7 @@ import samestep.backends.tensorflow.backend  # noqa: F401  (it must be there bef
 import keras
 import tensorflow as tf
 
-from samestep.d2l.names import Batches, Names, Taught, Timer, door
+from samestep.d2l.names import Batches, Names, Taught, Timer
 from samestep.devices import Device
 
 Tensor = Any
@@ -51,10 +53,8 @@ class TrainCallback(keras.callbacks.Callback):
 
 class TensorFlow(Names):
     Module, TrainCallback = Module, TrainCallback
-    normal, arange, zeros, ones, tensor = map(
-        staticmethod, (tf.random.normal, tf.range, tf.zeros, tf.ones, tf.constant)
-    )
     _framework, _loader, _seed = "tensorflow", "set_weights", staticmethod(keras.utils.set_random_seed)
+    _functions = Functions(normal=tf.random.normal, arange=tf.range, zeros=tf.zeros, ones=tf.ones)
 
     def _native(self, device: Device) -> Any:
         return tf.device(f"/{'CPU' if device.kind == 'cpu' else 'GPU'}:{device.index}")
@@ -66,8 +66,8 @@ class TensorFlow(Names):
     def _images(self, x: Any) -> Tensor:
         return self._array(x.transpose(0, 2, 3, 1))
 
-    def load_data_fashion_mnist(self, batch_size: int, resize: Any = None) -> tuple[Any, Any]:
-        return tuple(map(_dataset, super().load_data_fashion_mnist(batch_size, resize)))
+    def load_data_fashion_mnist(self, batch_size: int, resize: Any = None) -> Sequence[Any]:
+        return list(map(_dataset, super().load_data_fashion_mnist(batch_size, resize)))
 
     def accuracy(self, y_hat: Tensor, y: Tensor) -> Tensor:
         found = tf.argmax(y_hat, 1) if len(y_hat.shape) > 1 else y_hat
@@ -91,4 +91,4 @@ def _dataset(batches: Batches) -> Any:
 
 
 names = TensorFlow()
-__getattr__, __dir__ = door(names)
+__getattr__, __dir__ = partial(getattr, names), names.__dir__

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace as Functions
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.d2l.names import Names, Taught, door
+from samestep.d2l.names import Names, Taught
 from samestep.devices import Device
 
 
@@ -18,12 +20,8 @@ class Module(Taught, nn.Module):
 
 class Torch(Names):
     Module = Module
-    normal, arange, zeros, ones, tensor = map(
-        staticmethod, (torch.normal, torch.arange, torch.zeros, torch.ones, torch.tensor)
-    )
-    _framework, _loader = "torch", "load_state_dict"
-    _no_grad, _seed = torch.no_grad, staticmethod(torch.manual_seed)
-    _zero = staticmethod(lambda parameter: parameter.grad.zero_())
+    _framework, _loader, _no_grad, _seed = "torch", "load_state_dict", torch.no_grad, staticmethod(torch.manual_seed)
+    _functions = Functions(normal=torch.normal, arange=torch.arange, zeros=torch.zeros, ones=torch.ones)
 
     def _native(self, device: Device) -> torch.device:
         return torch.device(str(device))
@@ -39,4 +37,4 @@ class Torch(Names):
 
 
 names = Torch()
-__getattr__, __dir__ = door(names)
+__getattr__, __dir__ = partial(getattr, names), names.__dir__

@@ -1035,7 +1035,7 @@ def test_version(samestep: Samestep) -> None:
 
 
 OPTIONS = {
-    (): ["--version", "train", "verify", "diff", "export", "schedule", "devices", "data"],
+    (): ["--version", "train", "verify", "diff", "export", "schedule", "devices", "data", "bench"],
     ("train",): [
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
@@ -1051,6 +1051,8 @@ OPTIONS = {
     ("schedule",): ["--steps", "--epochs", "--steps-per-epoch", "--png", "--svg", "--json", "--csv"],
     ("devices",): [],
     ("data",): [],
+    ("bench",): ["devices"],
+    ("bench", "devices"): ["--backend", "--png", "--json", "--quick"],
 }  # fmt: skip
 
 
@@ -1096,11 +1098,12 @@ def test_every_option_has_a_line_of_help() -> None:
 
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     assert sorted(commands) == sorted(OPTIONS[()][1:])
-    for name, command in commands.items():
+    inner = {("bench", name): command for name, command in commands["bench"].commands.items()}
+    for name, command in ({(name,): command for name, command in commands.items()} | inner).items():
         assert command.help, name
         for option in command.params:
             assert getattr(option, "help", None), f"{name} {option.name}"
-            assert {*option.opts} & {"script", "expressions", "a", "b", "source", "target", *OPTIONS[name,]}, (
+            assert {*option.opts} & {"script", "expressions", "a", "b", "source", "target", *OPTIONS[name]}, (
                 f"{name} {option.name} is not in OPTIONS"
             )
 
@@ -1150,7 +1153,7 @@ def test_the_defaults_of_all_commands() -> None:
         for name, about in given.items()
     }
     assert told == {
-        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {},
+        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {}, "bench": {},
         "verify": {"devices": "1,2,3,8", "processes": "1,2,3", "kill": 3, "resume_on": "random"},
     }  # fmt: skip
     usual = {name: one.default for name, one in inspect.signature(verify.verify).parameters.items()}

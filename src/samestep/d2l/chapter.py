@@ -12,66 +12,52 @@ import json
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from samestep.d2l import drawing
-from samestep.d2l.names import Batches
 from samestep.d2l.standins import standing_in
 from samestep.errors import Invalid
 from samestep.screen import plot
 
 TABS = {"pytorch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddle", "mxnet": "mxnet"}
-FIRST = "mxnet"  # the book's first framework
 FENCE = re.compile(r"^```[ {.]*python.*?\n(.*?)(?:^```|\Z)", re.M | re.S)
 MARK = re.compile(r"^(?:#@|%%)tab +(.+)$", re.M)
-CHOOSES = "interact_select"
-EPOCHS = ("num_epochs", "max_epochs")
+MAGIC = re.compile(r"^[ \t]*[%!].*$", re.M)  # what is for the notebook itself, or for a shell
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """Code of a chapter, the number of its first line, and the tabs it belongs to; none: all of them."""
 
     number: int
     line: int
     code: str
-    tabs: tuple[str, ...] = ()
+    tabs: tuple[str, ...]
 
 
 def read(path: Path) -> list[Cell]:
     """The cells of a chapter."""
     try:
         text = path.read_text(encoding="utf-8")
-        found = list(_of_notebook(text) if path.suffix == ".ipynb" else _of_markdown(text))
+        if path.suffix == ".ipynb":
+            found = [(1, "".join(cell["source"])) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        else:
+            found = [(text.count("\n", 0, cell.start(1)) + 1, cell[1]) for cell in FENCE.finditer(text)]
     except OSError as error:
         raise Invalid(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise Invalid(f"{path} is not a chapter in Markdown or a notebook: {error}") from None
     if not found:
         raise Invalid(f"{path} has no cells of Python")
     tabs = [tuple(re.split(r"[\s,]+", mark[1].strip())) if (mark := MARK.search(code)) else () for _, code in found]
-    usual = (FIRST,) if any(tabs) and CHOOSES not in text else ()
+    usual = ("mxnet",) if any(tabs) and "tab.interact_select" not in text else ()
     return [
         Cell(number, line, code, () if "all" in own else own or usual)
         for number, ((line, code), own) in enumerate(zip(found, tabs, strict=True), 1)
     ]
-
-
-def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    for found in FENCE.finditer(text):
-        yield text.count("\n", 0, found.start(1)) + 1, found[1]
-
-
-def _of_notebook(text: str) -> Iterator[tuple[int, str]]:
-    for cell in json.loads(text)["cells"]:
-        if cell["cell_type"] == "code":
-            yield 1, "".join(cell["source"])
 
 
 class Mended(ast.NodeTransformer):
@@ -85,7 +71,7 @@ class Mended(ast.NodeTransformer):
         if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
             targets, values = node.targets[0].elts, node.value.elts
         for target, value in zip(targets, values, strict=False):
-            if self.epochs and isinstance(target, ast.Name) and target.id in EPOCHS and isinstance(value, ast.Constant):
+            if self.epochs and ast.unparse(target).endswith("_epochs") and isinstance(value, ast.Constant):
                 value.value = self.epochs
         return self.generic_visit(node)
 
@@ -112,9 +98,8 @@ def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | 
             raise Invalid(f"{figures} cannot be made: {error.strerror}") from None
     chosen = SimpleNamespace(selected=lambda *names: tab in names, interact_select=lambda *names: None)
     space: dict[str, Any] = {"__name__": "__main__", "tab": chosen}
-    with standing_in(TABS[tab]) as d2l:
-        Batches.examples = examples
-        d2l.manual_seed(seed)
+    drawing.pyplot().switch_backend("agg")  # no windows
+    with standing_in(TABS[tab], seed, examples):
         for cell in cells:
             if not cell.tabs or tab in cell.tabs:
                 console.print(f"[cell {cell.number}, line {cell.line}]", style="dim", markup=False)
@@ -124,23 +109,30 @@ def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | 
 
 
 def _run(cell: Cell, path: Path, space: dict[str, Any], epochs: int | None) -> None:
-    """Run one cell, and show what its last line gives. Lines for the notebook itself (%, !) are left out."""
-    name = f"{path}, cell {cell.number}"
-    code = "\n" * (cell.line - 1) + re.sub(r"^[ \t]*[%!].*$", "", cell.code, flags=re.M)
-    linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
+    """Run one cell, and show what its last line gives. Commands for the notebook or a shell are left out."""
+    chapter, above = f"{path}, cell ", "\n" * (cell.line - 1)
+    name = f"{chapter}{cell.number}"
     try:
-        tree = ast.fix_missing_locations(Mended(epochs).visit(ast.parse(code, name)))
+        try:
+            tree: Any = ast.parse(above + cell.code, name)
+        except SyntaxError:
+            tree = ast.parse(above + MAGIC.sub("", cell.code), name)
+            for command in re.findall(r"^[ \t]*!.*$", cell.code, re.M):
+                print(f"left out, as it is for a shell: {command.strip()}")
+        linecache.cache[name] = len(cell.code), None, (above + cell.code).splitlines(keepends=True), name
+        tree = ast.fix_missing_locations(Mended(epochs).visit(tree))
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), space)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), name, "eval"), space)
-            if value is not None and not cell.code.rstrip().endswith(";"):
-                print(repr(value))
+        value = eval(compile(ast.Expression(last.value), name, "eval"), space) if last else None
+        if value is not None and not cell.code.rstrip().endswith(";"):
+            print(repr(value))
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
-        line = error.lineno if isinstance(error, SyntaxError) and not lines else (lines or [cell.line])[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        places = {f.filename.removeprefix(f"{path}, "): f.lineno for f in frames if f.filename.startswith(chapter)}
+        syntax = error.lineno if isinstance(error, SyntaxError) else cell.line
+        where = ", in ".join(f"{at}, line {line}" for at, line in (places or {f"cell {cell.number}": syntax}).items())
         said = next(iter(str(error).strip().splitlines()), "")
-        raise Invalid(f"{path}: cell {cell.number}, line {line}: {type(error).__name__}: {said}") from error
+        raise Invalid(f"{path}: {where}: {type(error).__name__}: {said}") from error
 
 
 def _show(cell: Cell, folder: Path | None, console: Console) -> None:

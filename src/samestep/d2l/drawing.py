@@ -80,15 +80,10 @@ class Animator:
 class ProgressBoard(Animator):
     """Curves by label: `draw` adds a point to one, or the mean of every_n of them."""
 
-    def __init__(
-        self, xlabel: str | None = None, ylabel: str | None = None, display: bool = True, **options: Any
-    ) -> None:
-        super().__init__(xlabel, ylabel, **options)
-        self.display = display
-        self._waiting: dict[str, list[tuple[float, float]]] = {}
+    display = True
 
     def draw(self, x: Any, y: Any, label: str, every_n: int = 1) -> None:
-        waiting = self._waiting.setdefault(label, [])
+        waiting = vars(self).setdefault("waiting", {}).setdefault(label, [])
         waiting.append((float(x), float(y)))
         if len(waiting) >= every_n:
             if label not in self.legend:

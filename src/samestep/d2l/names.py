@@ -17,7 +17,7 @@ import numpy as np
 
 from samestep import draws, lab, models
 from samestep.backends import arrays, find
-from samestep.backends.base import Array, Backend
+from samestep.backends.base import Array
 from samestep.d2l import drawing
 from samestep.data import fashion
 from samestep.data.examples import Data
@@ -49,9 +49,6 @@ class Timer:
     def sum(self) -> float:
         return sum(self.times)
 
-    def cumsum(self) -> list[float]:
-        return [sum(self.times[: i + 1]) for i in range(len(self.times))]
-
 
 class Accumulator:
     """Sums of n numbers. They stay on their device until one is asked for: `add` does not wait."""
@@ -61,9 +58,6 @@ class Accumulator:
 
     def add(self, *args: Any) -> None:
         self.data = [a + b for a, b in zip(self.data, args, strict=True)]
-
-    def reset(self) -> None:
-        self.data = [0.0] * len(self.data)
 
     def __getitem__(self, i: int) -> float:
         return float(self.data[i])
@@ -118,7 +112,8 @@ class Batches:
         self.epoch += 1
         for start in range(0, len(self.x), self.batch_size):
             rows = order[start : start + self.batch_size]
-            yield self._d2l._images(self._resized(self.x[rows])), self._d2l._array(self.y[rows])
+            x = self._resized(self.x[rows]).transpose((0, 2, 3, 1) if self._d2l._channels_last else (0, 1, 2, 3))
+            yield self._d2l._array(x), self._d2l._array(self.y[rows])
 
     def _resized(self, x: Any) -> Any:
         """Images of another size, by the two nearest pixels in each direction."""
@@ -177,26 +172,21 @@ class Names:
     Animator, ProgressBoard, plot = drawing.Animator, drawing.ProgressBoard, staticmethod(drawing.plot)
     train_2d, show_trace_2d = staticmethod(lab.train_2d), staticmethod(lab.show_trace_2d)
     plt = property(lambda self: drawing.pyplot())
+    lenet = property(lambda self: self._models.lenet_function)  # a function of (X, params)
     loss: Callable[[Array, Array], Array]  # softmax cross-entropy of each example
     _framework: str
     _native: Callable[[Device], Native]  # the framework's own object for a device
     _device: Callable[[Native], Device]  # the inverse
     _gradients: Callable[..., Sequence[Array]]  # of the summed loss, from (net, loss, params, X, y)
     _no_grad: Callable[[], Any] = nullcontext
+    _channels_last = False  # of images
     _loader = ""  # the method of a model that takes its weights
     _seed: Any = staticmethod(lambda seed: None)  # sets the framework's generator
     _functions: SimpleNamespace  # the framework's own that the chapters call d2l's
 
     def __init__(self) -> None:
+        self._backend, self._models = find.load(self._framework), getattr(models, self._framework)
         self.Trainer = type("Trainer", (Trainer,), {"d2l": self, "__doc__": Trainer.__doc__})
-
-    @property
-    def _backend(self) -> Backend:
-        return find.load(self._framework)
-
-    @property
-    def _models(self) -> Any:
-        return find.imported(f"samestep.models.{self._framework}", self._framework)
 
     # Devices
 
@@ -228,10 +218,6 @@ class Names:
     def _array(self, x: Any) -> Array:
         """An array of NumPy as one of the framework, on the CPU."""
         return self._backend.put(x, cpu())
-
-    def _images(self, x: Any) -> Array:
-        """The same of images, with the axis of channels where the framework wants it."""
-        return self._array(x)
 
     def _collected(self, batches: Iterable[tuple[Array, Array]]) -> Any:
         """The examples of all batches as two arrays of NumPy."""
@@ -278,10 +264,6 @@ class Names:
 
     # Data-parallel training by hand
 
-    def lenet(self, X: Array, params: Sequence[Array]) -> Array:
-        """LeNet of the chapter, as a function of a list of parameters."""
-        return self._models.lenet_function(X, params)
-
     def init_params(self, seed: int | None = None) -> list[Array]:
         """W1, b1, … W4, b4 of LeNet: N(0, 1) · 0.01, and zeros."""
         return list(map(self._array, models.lenet_params(Batches.seed if seed is None else seed)))
@@ -317,11 +299,10 @@ class Names:
 
     def train(self, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10, params: Any = None) -> Run:
         """The chapter's job: LeNet on Fashion-MNIST on num_gpus devices. The weights do not depend on how many there are."""
-        trainer = samesteps.Trainer(
-            num_epochs, batch_size, lr=lr, devices=num_gpus or "cpu", seed=Batches.seed, progress=False
-        )
+        settings = {"lr": lr, "devices": num_gpus or "cpu", "seed": Batches.seed, "progress": False}
         given = zip(models.lenet(), map(self._backend.get, params or ()), strict=False)
         start = {name: array.T if array.ndim == 2 else array for name, array in given}
+        trainer = samesteps.Trainer(num_epochs, batch_size, **settings)
         run = trainer.fit(self._models.lenet(Batches.seed), Data(*_fashion()), weights=start or None)
         animator = drawing.Animator("epoch", "test acc", xlim=[1, num_epochs])
         for row in run.history:
@@ -331,8 +312,6 @@ class Names:
         shown = [getattr(device, "_device_name", device) for device in devices]  # TensorFlow's says nothing of itself
         print(f"test acc: {run.history[-1]['test_accuracy']:.2f}, {seconds:.1f} sec/epoch on {shown}")
         return run
-
-    # Models
 
     def resnet18(self, num_classes: int, in_channels: int = 1) -> Any:
         return self._models.resnet18(channels=in_channels, classes=num_classes, seed=Batches.seed)

@@ -5,29 +5,36 @@ Without a GPU, the CPU stands for all of them; one GPU stands for several. Each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
-from samestep.d2l.names import Names
+from samestep.d2l.names import Batches, Names
 
 Replaced = tuple[Any, str, Any]  # a module or a class, a name in it, and what stands for it
 
 
 @contextmanager
-def standing_in(framework: str) -> Iterator[Names]:
+def standing_in(framework: str, seed: int = 0, examples: int | None = None) -> Iterator[None]:
     """The time of a chapter: `d2l` is samestep's, and devices that are not there are stood for."""
-    d2l = import_module("samestep.d2l")
-    module = getattr(d2l, framework)
+    d2l, module = import_module("samestep.d2l"), import_module(f"samestep.d2l.{framework}")
     names: Names = module.names
     kinds = {"torch": _torch, "jax": _jax, "tensorflow": _tensorflow, "paddle": _paddle, "mxnet": _mxnet}
     with ExitStack() as stack:
         stack.enter_context(patch.dict("sys.modules", {"d2l": d2l, f"d2l.{framework}": module}))
-        for owner, name, standin in [(names, "virtual", True), *kinds[framework](stack)]:
+        ours = [(names, "virtual", True), (Batches, "examples", examples), (Batches, "seed", seed)]
+        for owner, name, standin in [*ours, *kinds[framework](stack)]:
             stack.enter_context(patch.object(owner, name, standin, create=True))
-        yield names
+        names.manual_seed(seed)
+        yield
+
+
+def _of_a_cell() -> bool:
+    """Whether a cell has made the call, and not samestep."""
+    return sys._getframe(2).f_globals.get("__name__") == "__main__"
 
 
 def _torch(stack: ExitStack) -> list[Replaced]:
@@ -59,9 +66,12 @@ def _torch(stack: ExitStack) -> list[Replaced]:
         for i in range(there):  # all of them, and not the first one alone
             wait(i)
 
+    def device_count() -> int:
+        return 2 if there == 1 and _of_a_cell() else there
+
     stack.enter_context(Virtual())
-    more = [(torch.cuda, "device_count", lambda: 2)] if there == 1 else []
-    return [(torch.nn.parallel, "scatter", scatter), (torch.cuda, "synchronize", synchronize), *more]
+    cuda = [(torch.cuda, "synchronize", synchronize), (torch.cuda, "device_count", device_count)]
+    return [(torch.nn.parallel, "scatter", scatter), *cuda]
 
 
 def _jax(stack: ExitStack) -> list[Replaced]:
@@ -69,11 +79,10 @@ def _jax(stack: ExitStack) -> list[Replaced]:
     devices = jax.devices
 
     def virtual(kind: Any = None) -> list[Any]:
-        try:
-            found = devices(kind)
-        except RuntimeError:  # no GPU
-            found = devices("cpu")
-        return list(found) * (2 if kind == "gpu" and len(found) == 1 else 1)
+        if kind != "gpu" or not _of_a_cell():
+            return devices(kind)
+        found = [device for device in devices() if device.platform == "gpu"] or devices("cpu")
+        return found * (1 if len(found) > 1 else 2)
 
     return [(jax, "devices", virtual)]
 

@@ -53,7 +53,8 @@ class TrainCallback(keras.callbacks.Callback):
 
 class TensorFlow(Names):
     Module, TrainCallback = Module, TrainCallback
-    _framework, _loader, _seed = "tensorflow", "set_weights", staticmethod(keras.utils.set_random_seed)
+    _framework, _loader, _channels_last = "tensorflow", "set_weights", True
+    _seed = staticmethod(keras.utils.set_random_seed)
     _functions = Functions(normal=tf.random.normal, arange=tf.range, zeros=tf.zeros, ones=tf.ones)
 
     def _native(self, device: Device) -> Any:
@@ -62,9 +63,6 @@ class TensorFlow(Names):
     def _device(self, native: Any) -> Device:
         spec = tf.DeviceSpec.from_string(native if isinstance(native, str) else native._device_name)
         return Device.of(f"{spec.device_type.lower()}:{spec.device_index or 0}")
-
-    def _images(self, x: Any) -> Tensor:
-        return self._array(x.transpose(0, 2, 3, 1))
 
     def load_data_fashion_mnist(self, batch_size: int, resize: Any = None) -> Sequence[Any]:
         return list(map(_dataset, super().load_data_fashion_mnist(batch_size, resize)))

@@ -1,4 +1,4 @@
-"""The command `samestep`: train, verify, diff, export, chapter, schedule, devices, data.
+"""The command `samestep`: train, verify, diff, export, chapter, schedule, devices, data, bench.
 
 Bad input gives one line on standard error and exit status 2 (ending.py).
 """
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,8 @@ from samestep.screen.ending import report
 from samestep.signals import Signals
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+benches = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app.add_typer(benches, name="bench")
 out = Console(highlight=False, soft_wrap=True)
 
 
@@ -242,6 +245,31 @@ def _ask(framework: str) -> str:
     said = done.stderr or f"status {done.returncode}" if done.returncode else done.stdout
     last = said.strip().splitlines()[-1]  # a framework may print lines of its own before
     return f"cannot be loaded: {last}" if done.returncode else last
+
+
+@benches.command("devices")
+def bench_devices(
+    backend: Annotated[str, option("Framework", among=find.FRAMEWORKS)] = "torch",
+    png: Annotated[Path | None, option("Draw the roofline of this machine to this file")] = None,
+    as_json: Annotated[bool, option("Print the numbers as JSON", "--json")] = False,
+    quick: Annotated[bool, option("Less of everything, to see whether it works", "--quick")] = False,
+) -> None:
+    """Measure products, copies and waiting on every device here: the exercises of the chapter on devices."""
+    from samestep.bench import devices as module
+
+    if png:
+        module.check_figure(png)
+    bench, answers = module.Bench(find.load(backend), quick), dict[str, module.Answer]()
+    for answer in bench.answers():
+        answers[answer.name] = answer
+        if not as_json:
+            out.print(answer.table(), f"{answer.conclusion}\n", markup=False)
+    if as_json:
+        print(json.dumps(bench.about() | {name: asdict(answer) for name, answer in answers.items()}))
+    if png:
+        title = f"Roofline of this machine: {backend} {bench.about()['version']}, float32"
+        module.roofline(title, answers["products"].rows, answers["copies"].rows, png)
+        typer.echo(f"{png}: the roofline of this machine", err=as_json)
 
 
 @app.command()

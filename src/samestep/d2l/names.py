@@ -299,7 +299,7 @@ class Names:
 
     def train(self, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10, params: Any = None) -> Run:
         """The chapter's job: LeNet on Fashion-MNIST on num_gpus devices. The weights do not depend on how many there are."""
-        settings = {"lr": lr, "devices": num_gpus or "cpu", "seed": Batches.seed, "progress": False}
+        settings: Any = {"lr": lr, "devices": num_gpus or "cpu", "seed": Batches.seed, "progress": False}
         given = zip(models.lenet(), map(self._backend.get, params or ()), strict=False)
         start = {name: array.T if array.ndim == 2 else array for name, array in given}
         trainer = samesteps.Trainer(num_epochs, batch_size, **settings)

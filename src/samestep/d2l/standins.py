@@ -66,12 +66,9 @@ def _torch(stack: ExitStack) -> list[Replaced]:
         for i in range(there):  # all of them, and not the first one alone
             wait(i)
 
-    def device_count() -> int:
-        return 2 if there == 1 and _of_a_cell() else there
-
     stack.enter_context(Virtual())
-    cuda = [(torch.cuda, "synchronize", synchronize), (torch.cuda, "device_count", device_count)]
-    return [(torch.nn.parallel, "scatter", scatter), *cuda]
+    count = (torch.cuda, "device_count", lambda: 2 if there == 1 and _of_a_cell() else there)
+    return [(torch.nn.parallel, "scatter", scatter), (torch.cuda, "synchronize", synchronize), count]
 
 
 def _jax(stack: ExitStack) -> list[Replaced]:

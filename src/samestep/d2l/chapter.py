@@ -26,7 +26,7 @@ from samestep.screen import plot
 TABS = {"pytorch": "torch", "jax": "jax", "tensorflow": "tensorflow", "paddle": "paddle", "mxnet": "mxnet"}
 FENCE = re.compile(r"^```[ {.]*python.*?\n(.*?)(?:^```|\Z)", re.M | re.S)
 MARK = re.compile(r"^(?:#@|%%)tab +(.+)$", re.M)
-MAGIC = re.compile(r"^[ \t]*[%!].*$", re.M)  # what is for the notebook itself, or for a shell
+MAGIC = re.compile(r"^[%!].*$", re.M)  # what is for the notebook itself, or for a shell
 
 
 class Cell(NamedTuple):
@@ -117,7 +117,7 @@ def _run(cell: Cell, path: Path, space: dict[str, Any], epochs: int | None) -> N
             tree: Any = ast.parse(above + cell.code, name)
         except SyntaxError:
             tree = ast.parse(above + MAGIC.sub("", cell.code), name)
-            for command in re.findall(r"^[ \t]*!.*$", cell.code, re.M):
+            for command in re.findall(r"^!.*$", cell.code, re.M):
                 print(f"left out, as it is for a shell: {command.strip()}")
         linecache.cache[name] = len(cell.code), None, (above + cell.code).splitlines(keepends=True), name
         tree = ast.fix_missing_locations(Mended(epochs).visit(tree))

@@ -64,7 +64,7 @@ class Animator:
             self.fig.clf()
             axes = np.ravel(self.fig.subplots(*self.grid))[0]
         for xs, ys, style in zip(self.X, self.Y, cycle(self.fmts), strict=False):
-            axes.plot(xs, ys, style)
+            axes.plot(xs, ys, style, marker="." if len(xs) == 1 else None)  # a line of one point would not be seen
         axes.set(xlabel=self.xlabel or "", ylabel=self.ylabel or "", xscale=self.scales[0], yscale=self.scales[1])
         axes.set(**{name: limits for name, limits in (("xlim", self.xlim), ("ylim", self.ylim)) if limits})
         axes.grid(visible=True, alpha=0.4)

@@ -99,6 +99,7 @@ def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | 
     chosen = SimpleNamespace(selected=lambda *names: tab in names, interact_select=lambda *names: None)
     space: dict[str, Any] = {"__name__": "__main__", "tab": chosen}
     drawing.pyplot().switch_backend("agg")  # no windows
+    drawing.pyplot().close("all")
     with standing_in(TABS[tab], seed, examples):
         for cell in cells:
             if not cell.tabs or tab in cell.tabs:
@@ -131,8 +132,7 @@ def _run(cell: Cell, path: Path, space: dict[str, Any], epochs: int | None) -> N
         places = {f.filename.removeprefix(f"{path}, "): f.lineno for f in frames if f.filename.startswith(chapter)}
         syntax = error.lineno if isinstance(error, SyntaxError) else cell.line
         where = ", in ".join(f"{at}, line {line}" for at, line in (places or {f"cell {cell.number}": syntax}).items())
-        said = next(iter(str(error).strip().splitlines()), "")
-        raise Invalid(f"{path}: {where}: {type(error).__name__}: {said}") from error
+        raise Invalid(f"{path}: {where}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
 
 
 def _show(cell: Cell, folder: Path | None, console: Console) -> None:

@@ -66,7 +66,8 @@ class Animator:
         for xs, ys, style in zip(self.X, self.Y, cycle(self.fmts), strict=False):
             axes.plot(xs, ys, style, marker="." if len(xs) == 1 else None)  # a line of one point would not be seen
         axes.set(xlabel=self.xlabel or "", ylabel=self.ylabel or "", xscale=self.scales[0], yscale=self.scales[1])
-        axes.set(**{name: limits for name, limits in (("xlim", self.xlim), ("ylim", self.ylim)) if limits})
+        limits = {"xlim": self.xlim, "ylim": self.ylim}
+        axes.set(**{name: limit for name, limit in limits.items() if limit and limit[0] != limit[1]})
         axes.grid(visible=True, alpha=0.4)
         if self.legend:
             axes.legend(axes.lines, self.legend, fontsize=8)

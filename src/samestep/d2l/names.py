@@ -230,8 +230,8 @@ class Names:
 
     def FashionMNIST(self, batch_size: int = 64, resize: Any = (28, 28)) -> Any:
         """The same for a Trainer."""
-        train, val = self.load_data_fashion_mnist(batch_size, resize)
-        return SimpleNamespace(batch_size=batch_size, train_dataloader=lambda: train, val_dataloader=lambda: val)
+        train, val = (lambda i=i: self.load_data_fashion_mnist(batch_size, resize)[i] for i in (0, 1))
+        return SimpleNamespace(batch_size=batch_size, train_dataloader=train, val_dataloader=val)
 
     # Scores
 

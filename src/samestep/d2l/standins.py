@@ -24,7 +24,9 @@ def standing_in(framework: str, seed: int = 0, examples: int | None = None) -> I
     names: Names = module.names
     kinds = {"torch": _torch, "jax": _jax, "tensorflow": _tensorflow, "paddle": _paddle, "mxnet": _mxnet}
     with ExitStack() as stack:
-        stack.enter_context(patch.dict("sys.modules", {"d2l": d2l, f"d2l.{framework}": module}))
+        for name, found in (("d2l", d2l), (f"d2l.{framework}", module)):
+            sys.modules[name] = found
+            stack.callback(sys.modules.pop, name)
         ours = [(names, "virtual", True), (Batches, "examples", examples), (Batches, "seed", seed)]
         for owner, name, standin in [*ours, *kinds[framework](stack)]:
             stack.enter_context(patch.object(owner, name, standin, create=True))

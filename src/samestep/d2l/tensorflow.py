@@ -30,9 +30,7 @@ class TrainCallback(keras.callbacks.Callback):
         super().__init__()
         self.net, self.train_iter, self.test_iter, self.num_epochs = net, train_iter, test_iter, num_epochs
         self.device_name, self.timer = device_name, Timer()
-        self.animator = Names.Animator(
-            xlabel="epoch", xlim=[1, num_epochs], legend=["train loss", "train acc", "test acc"]
-        )
+        self.animator = Names.Animator("epoch", "", ["train loss", "train acc", "test acc"], [1, num_epochs])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.timer.start()

@@ -241,3 +241,19 @@ def test_bad_input_has_status_2(tmp_path: Path, code: str, options: list[str], s
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_plot_of_a_function_is_labelled_with_what_the_cell_says(tmp_path: Path) -> None:
+    code = """from d2l import torch as d2l
+scheduler = lambda t: 0.1 * t
+d2l.plot(d2l.arange(5), [scheduler(t) for t in range(5)])
+ours = d2l.plt.gcf().axes[0].get_xlabel(), d2l.plt.gcf().axes[0].get_ylabel()
+d2l.plot([1, 2, 3], [[1, 4, 9], [1, 8, 27]], 'x', 'f(x)', legend=['square', 'cube'])
+theirs = d2l.plt.gcf().axes[0].get_xlabel(), [line.get_ydata().tolist() for line in d2l.plt.gcf().axes[0].lines]
+d2l.plot([3, 1, 2])
+alone = [line.get_xydata().tolist() for line in d2l.plt.gcf().axes[0].lines]"""
+    space = run(one(tmp_path, code), figures=tmp_path)
+    assert space["ours"] == ("t", "scheduler(t)")
+    assert space["theirs"] == ("x", [[1, 4, 9], [1, 8, 27]])
+    assert space["alone"] == [[[0, 3], [1, 1], [2, 2]]]
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["cell-01-2.png", "cell-01-3.png", "cell-01.png"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from functools import partial
-from types import SimpleNamespace as Functions
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from samestep.d2l.names import Batches, HyperParameters, Names
+from samestep.d2l.names import Batches, Functions, HyperParameters, Names
 from samestep.devices import Device
 
 Array = Any

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace as Functions
 from typing import Any
 
 import mxnet as mx
 from mxnet import autograd, gluon, np, npx
 
-from samestep.d2l.names import Names, Taught
+from samestep.d2l.names import Functions, Names, Taught
 from samestep.devices import Device
 from samestep.runs.run import Run
 

@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import SimpleNamespace as Functions
 from typing import Any
 
 import numpy as np
@@ -182,7 +182,7 @@ class Names:
     _channels_last = False  # of images
     _loader = ""  # the method of a model that takes its weights
     _seed: Any = staticmethod(lambda seed: None)  # sets the framework's generator
-    _functions: SimpleNamespace  # the framework's own that the chapters call d2l's
+    _functions: Functions  # the framework's own that the chapters call d2l's
 
     def __init__(self) -> None:
         self._backend, self._models = find.load(self._framework), getattr(models, self._framework)
@@ -231,7 +231,7 @@ class Names:
     def FashionMNIST(self, batch_size: int = 64, resize: Any = (28, 28)) -> Any:
         """The same for a Trainer."""
         train, val = (lambda i=i: self.load_data_fashion_mnist(batch_size, resize)[i] for i in (0, 1))
-        return SimpleNamespace(batch_size=batch_size, train_dataloader=train, val_dataloader=val)
+        return Functions(batch_size=batch_size, train_dataloader=train, val_dataloader=val)
 
     # Scores
 

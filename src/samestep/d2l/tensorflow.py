@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace as Functions
 from typing import Any
 
 import samestep.backends.tensorflow.backend  # noqa: F401  (it must be there before TensorFlow starts its threads)
@@ -13,7 +12,7 @@ import samestep.backends.tensorflow.backend  # noqa: F401  (it must be there bef
 import keras
 import tensorflow as tf
 
-from samestep.d2l.names import Batches, Names, Taught, Timer
+from samestep.d2l.names import Batches, Functions, Names, Taught, Timer
 from samestep.devices import Device
 
 Tensor = Any

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace as Functions
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.d2l.names import Names, Taught
+from samestep.d2l.names import Functions, Names, Taught
 from samestep.devices import Device
 
 

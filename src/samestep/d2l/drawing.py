@@ -70,7 +70,8 @@ class Animator:
         for xs, ys, style in zip(self.X, self.Y, cycle(self.fmts), strict=False):
             axes.plot(xs, ys, style)
         axes.set(xlabel=self.xlabel or "", ylabel=self.ylabel or "", xscale=self.scales[0], yscale=self.scales[1])
-        axes.set(**{name: limits for name, limits in (("xlim", self.xlim), ("ylim", self.ylim)) if limits})
+        wanted = {"xlim": self.xlim, "ylim": self.ylim}  # of one epoch, from 1 to 1: that is no range
+        axes.set(**{name: limits for name, limits in wanted.items() if limits and limits[0] != limits[1]})
         axes.grid(visible=True, alpha=0.4)
         if self.legend:
             axes.legend(axes.lines, self.legend, fontsize=8)

@@ -342,7 +342,8 @@ class Names:
 
     def train(self, num_gpus: int, batch_size: int, lr: float, num_epochs: int = 10, params: Any = None) -> Run:
         """The chapter's job: LeNet on Fashion-MNIST on num_gpus devices. The weights do not depend on how many there are."""
-        devices = [self.try_gpu(i) for i in range(num_gpus)]
+        there = self.num_gpus()  # fewer are used more than once: the bits of a GPU are not those of a CPU
+        devices = [self.gpu(i % there) if there else self.cpu() for i in range(num_gpus)]
         data = Data(*([array[: Batches.examples] for array in part] for part in map(tuple, fashion.load())))
         given = zip(models.lenet(), map(self._backend.get, () if params is None else params), strict=False)
         start = {name: array.T if array.ndim == 2 else array for name, array in given}

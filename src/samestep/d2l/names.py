@@ -167,7 +167,7 @@ class Trainer(HyperParameters):
 class Names:
     """What `d2l` is, for one framework. Names with a _ are what a framework says or does otherwise."""
 
-    virtual = False  # whether GPUs that are not there are stood for by those that are
+    _virtual = False  # whether GPUs that are not there are stood for by those that are
     Timer, Accumulator, HyperParameters, add_to_class = Timer, Accumulator, HyperParameters, staticmethod(add_to_class)
     Animator, ProgressBoard, plot = drawing.Animator, drawing.ProgressBoard, staticmethod(drawing.plot)
     train_2d, show_trace_2d = staticmethod(lab.train_2d), staticmethod(lab.show_trace_2d)
@@ -203,7 +203,7 @@ class Names:
     def try_gpu(self, i: int = 0) -> Native:
         """gpu(i) if it is there, else cpu(); while a chapter runs, one GPU stands for several."""
         there = self.num_gpus()
-        return self.gpu(i % there) if there and (i < there or self.virtual) else self.cpu()
+        return self.gpu(i % there) if there and (i < there or self._virtual) else self.cpu()
 
     def try_all_gpus(self) -> list[Native]:
         """All GPUs, or [cpu()] if there is none."""

@@ -27,7 +27,7 @@ def standing_in(framework: str, seed: int = 0, examples: int | None = None) -> I
         for name, found in (("d2l", d2l), (f"d2l.{framework}", module)):
             sys.modules[name] = found
             stack.callback(sys.modules.pop, name)
-        ours = [(names, "virtual", True), (Batches, "examples", examples), (Batches, "seed", seed)]
+        ours = [(names, "_virtual", True), (Batches, "examples", examples), (Batches, "seed", seed)]
         for owner, name, standin in [*ours, *kinds[framework](stack)]:
             stack.enter_context(patch.object(owner, name, standin, create=True))
         names.manual_seed(seed)

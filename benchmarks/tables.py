@@ -13,6 +13,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from chapters import shown
+
 HERE = Path(__file__).parent
 KINDS = ("cpu", "cpu16", "gpu")
 FRAMEWORKS = ("torch", "jax", "tensorflow", "paddle", "mxnet")
@@ -77,6 +79,14 @@ def schedules() -> str:
         header = ["schedule", "test accuracy", "seeds 0 - 4", "published", "train - test"]
         blocks.append(f"{about(result)}; {result['epochs']} epochs, {result['seeds']} seeds\n\n{table(header, rows)}")
     return "\n\n".join(blocks)
+
+
+def chapters() -> str:
+    """The schedule chapter's own trainings, in its three tabs, as it stands."""
+    path = HERE / "results" / "chapters-cpu.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    about = ", ".join(sorted({row["machine"] for row in rows}))
+    return f"{about}; 30 epochs\n\n{shown(rows)}"
 
 
 def accuracy() -> str:
@@ -195,7 +205,7 @@ def readers() -> str:
     return "\n\n".join(blocks)
 
 
-MAKERS = (price, sameness, accuracy, cost, frameworks, schedules, chaos, checkpoint, exchange, readers)
+MAKERS = (price, sameness, accuracy, chapters, cost, frameworks, schedules, chaos, checkpoint, exchange, readers)
 TABLES = {make.__name__: make for make in MAKERS}
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from samestep.d2l import chapter
 from samestep.d2l.names import Batches
-from samestep.errors import Invalid
+from samestep.errors import Invalid, SamestepError
 
 SMALL = Path(__file__).with_name("small_chapter.md")
 TABBED = """# Tabs, as in the older chapters
@@ -190,8 +190,8 @@ def test_cells_after_one_that_fails_are_not_run(tmp_path: Path, capsys: pytest.C
         ("a.ipynb", "[", "pytorch", "a.ipynb is not a chapter in Markdown or a notebook: Expecting value"),
         ("bytes.md", b"\xff\xfe\x00", "pytorch", "bytes.md is not a chapter in Markdown or a notebook: 'utf-8'"),
         ("t.md", TABBED, "paddle", "t.md has no tab paddle: it has pytorch, mxnet"),
-        ("t.md", TABBED, "keras", "--tab must be one of pytorch, mxnet, got keras"),
-        ("t.md", TABBED, None, "--tab must be one of pytorch, mxnet, got None"),
+        ("t.md", TABBED, "keras", "t.md has no tab keras: it has pytorch, mxnet"),
+        ("t.md", TABBED, None, "t.md has several tabs: choose with --tab pytorch, mxnet"),
     ],
 )
 def test_bad_chapters(tmp_path: Path, name: str, content: str | bytes | None, tab: str | None, said: str) -> None:
@@ -208,9 +208,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, tabbed: Path) -> None:
         run(tabbed, figures=tabbed)
 
 
-def test_the_only_tab_need_not_be_named(tmp_path: Path) -> None:
-    file = one(tmp_path, "#@tab pytorch\na = 1")
+@pytest.mark.parametrize("says", ["#@tab pytorch", "from d2l import torch as d2l"])
+def test_the_only_tab_need_not_be_named(tmp_path: Path, says: str) -> None:
+    file = one(tmp_path, f"{says}\na = 1")
     assert run(file, None)["a"] == 1
+    with pytest.raises(Invalid, match="one.md has no tab jax: it has pytorch"):
+        run(file, "jax")
+
+
+def test_a_framework_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mxnet", None)
+    with pytest.raises(SamestepError, match="'mxnet' is not installed; it needs an environment of its own"):
+        run(one(tmp_path, "from d2l import mxnet as d2l"), None)
 
 
 # The command

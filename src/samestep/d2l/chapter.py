@@ -89,11 +89,11 @@ def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | 
     """Run the cells of a tab, in order; what they have defined is returned."""
     cells, console = read(path), console or Console(highlight=False, soft_wrap=True)
     there = [name for name in TABS if any(name in cell.tabs for cell in cells)]
-    if tab not in TABS and (tab is not None or len(there) != 1):
-        raise Invalid(f"--tab must be one of {', '.join(there or TABS)}, got {tab}")
-    tab = tab or there[0]
-    if there and tab not in there:
-        raise Invalid(f"{path} has no tab {tab}: it has {', '.join(there)}")
+    there = there or [tab for tab, name in TABS.items() if any(f"d2l import {name}" in cell.code for cell in cells)]
+    tab = there[0] if tab is None and len(there) == 1 else tab
+    if tab is None or tab not in (there or TABS):
+        has = "several tabs: choose with --tab" if tab is None else f"no tab {tab}: it has"
+        raise Invalid(f"{path} has {has} {', '.join(there or TABS)}")
     if figures:
         try:
             figures.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+from samestep.backends import find
 from samestep.d2l.names import Batches, Names
 
 Replaced = tuple[Any, str, Any]  # a module or a class, a name in it, and what stands for it
@@ -20,7 +21,7 @@ Replaced = tuple[Any, str, Any]  # a module or a class, a name in it, and what s
 @contextmanager
 def standing_in(framework: str, seed: int = 0, examples: int | None = None) -> Iterator[None]:
     """The time of a chapter: `d2l` is samestep's, and devices that are not there are stood for."""
-    d2l, module = import_module("samestep.d2l"), import_module(f"samestep.d2l.{framework}")
+    d2l, module = import_module("samestep.d2l"), find.imported(f"samestep.d2l.{framework}", framework)
     names: Names = module.names
     kinds = {"torch": _torch, "jax": _jax, "tensorflow": _tensorflow, "paddle": _paddle, "mxnet": _mxnet}
     with ExitStack() as stack:

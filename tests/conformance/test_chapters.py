@@ -136,6 +136,15 @@ def test_scores_stay_on_the_device_until_they_are_asked_for():
     assert (metric[0], metric[1]) == (4.0, 6.0)
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="its numbers may have a graph behind them")
+def test_scores_keep_no_graph():
+    import torch
+
+    metric = Accumulator(1)
+    metric.add(torch.ones(2, requires_grad=True).sum())
+    assert not metric.data[0].requires_grad
+
+
 def test_accuracy_of_a_net_on_one_device_and_on_all():
     _, test = d2l.load_data_fashion_mnist(128)
     params = d2l.init_params(3)
@@ -300,6 +309,27 @@ def test_the_chapters_trainer_uses_as_many_devices_as_it_is_told():
             assert np.array_equal(trained, again)
     assert [len(run.devices) for run in found] == [1, 2]
     assert found[0].fingerprints == found[1].fingerprints
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="one framework will do")
+def test_a_modules_own_optimizer_and_loss_are_used():
+    import torch
+
+    class Own(type(small_module())):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.004)
+
+        def loss(self, y_hat, y):
+            return torch.nn.functional.cross_entropy(y_hat, y) * 0 + y_hat.square().mean()
+
+    model = Own()
+    model(torch.zeros(1, 1, 28, 28))  # an optimizer wants weights
+    run = d2l.Trainer(max_epochs=1).fit(model, d2l.FashionMNIST(batch_size=100))
+    assert run.history[0]["lr"] == 0.004
+    assert run.recipe["optimizer"].startswith("torch.optim.Adam(")
+    before = model(torch.ones(1, 1, 28, 28)).square().mean().item()
+    d2l.Trainer(max_epochs=3).fit(model, d2l.FashionMNIST(batch_size=100))
+    assert model(torch.ones(1, 1, 28, 28)).square().mean().item() < before
 
 
 def test_methods_are_added_to_classes_as_in_the_chapters():

@@ -15,7 +15,6 @@ import numpy as np
 from samestep.backends import find
 
 SIZE = (3.5, 2.5)
-FORMATS = ("-", "m--", "g-.", "r:")
 
 
 def pyplot() -> Any:
@@ -38,7 +37,7 @@ class Animator:
 
     def __init__(
         self, xlabel: str | None = None, ylabel: str | None = None, legend: Sequence[str] | None = None, xlim: Any = None,
-        ylim: Any = None, xscale: str = "linear", yscale: str = "linear", fmts: Sequence[str] = FORMATS,
+        ylim: Any = None, xscale: str = "linear", yscale: str = "linear", fmts: Sequence[str] = ("-", "m--", "g-.", "r:"),
         nrows: int = 1, ncols: int = 1, figsize: tuple[float, float] = SIZE,
     ) -> None:  # fmt: skip
         self.xlabel, self.ylabel, self.legend, self.xlim, self.ylim = xlabel, ylabel, list(legend or []), xlim, ylim

@@ -57,7 +57,7 @@ class Accumulator:
         self.data: list[Any] = [0.0] * n
 
     def add(self, *args: Any) -> None:
-        self.data = [a + b for a, b in zip(self.data, args, strict=True)]
+        self.data = [a + (b.detach() if hasattr(b, "detach") else b) for a, b in zip(self.data, args, strict=True)]
 
     def __getitem__(self, i: int) -> float:
         return float(self.data[i])
@@ -151,9 +151,11 @@ class Trainer(HyperParameters):
     def fit(self, model: Any, data: Any) -> Run:
         """Train on data with train_dataloader(), val_dataloader() and a batch_size."""
         self.prepare_model(model)
+        own: Any = {"optimizer": model.configure_optimizers()} if hasattr(model, "configure_optimizers") else {}
         trainer = samesteps.Trainer(
             self.max_epochs, data.batch_size, devices=self.num_gpus or "cpu", seed=Batches.seed, progress=False,
-            gradient_clip_val=self.gradient_clip_val, lr=getattr(model, "lr", None), loss=getattr(model, "loss", None),
+            gradient_clip_val=self.gradient_clip_val, lr=None if own else getattr(model, "lr", None),
+            loss=getattr(model, "loss", None), **own,
         )  # fmt: skip
         run = trainer.fit(model, Data(*map(self.d2l._collected, (data.train_dataloader(), data.val_dataloader()))))
         self.d2l._take(model, run)

@@ -266,3 +266,17 @@ alone = [line.get_xydata().tolist() for line in d2l.plt.gcf().axes[0].lines]"""
     assert space["theirs"] == ("x", [[1, 4, 9], [1, 8, 27]])
     assert space["alone"] == [[[0, 3], [1, 1], [2, 2]]]
     assert sorted(file.name for file in tmp_path.glob("*.png")) == ["cell-01-2.png", "cell-01-3.png", "cell-01.png"]
+
+
+def test_an_animator_takes_numbers_tuples_and_arrays(tmp_path: Path) -> None:
+    code = """from d2l import torch as d2l
+import torch
+animator = d2l.Animator('epoch', xlim=[0, 3])
+animator.add(1, torch.tensor(2.5))
+animator.add(2, 3)
+both = d2l.Animator()
+both.add(1, (None, 4))
+both.add((2, 3), torch.tensor([5.0, 6.0]))"""
+    space = run(one(tmp_path, code), figures=tmp_path)
+    assert (space["animator"].X, space["animator"].Y) == ([[1, 2]], [[2.5, 3]])
+    assert (space["both"].X, space["both"].Y) == ([[2], [1, 3]], [[5], [4, 6]])

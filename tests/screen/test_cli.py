@@ -1035,7 +1035,7 @@ def test_version(samestep: Samestep) -> None:
 
 
 OPTIONS = {
-    (): ["--version", "train", "verify", "diff", "export", "schedule", "devices", "data", "bench"],
+    (): ["--version", "train", "verify", "diff", "export", "chapter", "schedule", "devices", "data", "bench"],
     ("train",): [
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
@@ -1048,6 +1048,7 @@ OPTIONS = {
     ],
     ("diff",): ["--json"],
     ("export",): ["--best", "--average"],
+    ("chapter",): ["--tab", "--epochs", "--examples", "--figures", "--seed"],
     ("schedule",): ["--steps", "--epochs", "--steps-per-epoch", "--png", "--svg", "--json", "--csv"],
     ("devices",): [],
     ("data",): [],
@@ -1103,7 +1104,7 @@ def test_every_option_has_a_line_of_help() -> None:
         assert command.help, name
         for option in command.params:
             assert getattr(option, "help", None), f"{name} {option.name}"
-            assert {*option.opts} & {"script", "expressions", "a", "b", "source", "target", *OPTIONS[name]}, (
+            assert {*option.opts} & {"script", "file", "expressions", "a", "b", "source", "target", *OPTIONS[name]}, (
                 f"{name} {option.name} is not in OPTIONS"
             )
 
@@ -1153,7 +1154,7 @@ def test_the_defaults_of_all_commands() -> None:
         for name, about in given.items()
     }
     assert told == {
-        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {}, "bench": {},
+        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {}, "bench": {}, "chapter": {},
         "verify": {"devices": "1,2,3,8", "processes": "1,2,3", "kill": 3, "resume_on": "random"},
     }  # fmt: skip
     usual = {name: one.default for name, one in inspect.signature(verify.verify).parameters.items()}

@@ -135,7 +135,7 @@ def _run(cell: Cell, path: Path, space: dict[str, Any], epochs: int | None) -> N
         places = {f.filename.removeprefix(f"{path}, "): f.lineno for f in frames if f.filename.startswith(chapter)}
         syntax = error.lineno if isinstance(error, SyntaxError) else cell.line
         where = ", in ".join(f"{at}, line {line}" for at, line in (places or {f"cell {cell.number}": syntax}).items())
-        raise Invalid(f"{path}: {where}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        raise Invalid(f"{path}: {where}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
 
 
 def _show(cell: Cell, folder: Path | None, console: Console) -> None:

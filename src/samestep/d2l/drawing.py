@@ -47,8 +47,8 @@ class Animator:
         self.fig: Any = None
 
     def add(self, x: Any, y: Any) -> None:
-        y = y if isinstance(y, (list, tuple)) or getattr(y, "ndim", 0) else [y]  # an array may be one number
-        x = x if isinstance(x, (list, tuple)) or getattr(x, "ndim", 0) else [x] * len(y)
+        y = y if isinstance(y, (list, tuple)) or getattr(y, "ndim", False) else [y]  # an array may be one number
+        x = x if isinstance(x, (list, tuple)) or getattr(x, "ndim", False) else [x] * len(y)
         self.X, self.Y = self.X or [[] for _ in y], self.Y or [[] for _ in y]
         for xs, ys, a, b in zip(self.X, self.Y, x, y, strict=True):
             if a is not None and b is not None:

@@ -280,3 +280,14 @@ both.add((2, 3), torch.tensor([5.0, 6.0]))"""
     space = run(one(tmp_path, code), figures=tmp_path)
     assert (space["animator"].X, space["animator"].Y) == ([[1, 2]], [[2.5, 3]])
     assert (space["both"].X, space["both"].Y) == ([[2], [1, 3]], [[5], [4, 6]])
+
+
+def test_epochs_of_a_call_are_replaced_too_and_devices_of_other_tabs_are_left_alone(tmp_path: Path) -> None:
+    code = """from d2l import torch as d2l
+class Thing:
+    def device(self):
+        return 'asked'
+trainer = d2l.Trainer(max_epochs=10, num_gpus=0)
+found = Thing().device()"""
+    space = run(one(tmp_path, code), epochs=3)
+    assert (space["trainer"].max_epochs, space["found"]) == (3, "asked")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from schedules.test_chapters import CosineScheduler, FactorScheduler, MultiFactorScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -346,20 +347,6 @@ def epochs_of_the_chapter(rate: float, scheduler: Any, epochs: int) -> Iterator[
         yield used, bits(list(net.parameters())) != before
 
 
-class CosineScheduler:
-    def __init__(self, max_update: int, base_lr: float, final_lr: float, warmup_steps: int = 0) -> None:
-        self.base_lr_orig, self.max_update, self.final_lr = base_lr, max_update, final_lr
-        self.warmup_steps, self.max_steps = warmup_steps, max_update - warmup_steps
-
-    def __call__(self, epoch: int) -> float:
-        if epoch < self.warmup_steps:
-            return self.base_lr_orig * float(epoch) / float(self.warmup_steps)
-        if epoch <= self.max_update:
-            angle = math.pi * (epoch - self.warmup_steps) / self.max_steps
-            self.base_lr = self.final_lr + (self.base_lr_orig - self.final_lr) * (1 + math.cos(angle)) / 2
-        return self.base_lr
-
-
 def test_the_rate_of_an_epoch_is_applied_after_it() -> None:
     """Warm-up starts at full rate, then a dead epoch. The rate for update t is lr(t), set before it."""
     theirs = list(epochs_of_the_chapter(0.3, CosineScheduler(20, 0.3, 0.01, warmup_steps=5), 4))
@@ -380,20 +367,13 @@ class TestAScheduleChangesWhenItIsCalled:
     """Calling or plotting changes it; cosine fails first called past T; resuming forgets. It is a pure function of t here."""
 
     def test_calling_and_plotting(self) -> None:
-        class FactorScheduler:
-            base_lr = 2.0
-
-            def __call__(self, num_update: int) -> float:
-                self.base_lr = max(1e-2, self.base_lr * 0.9)
-                return self.base_lr
-
-        theirs = FactorScheduler()
+        theirs = FactorScheduler(0.9, 1e-2, 2.0)
         assert (theirs(0), theirs(0)) == (1.8, 1.62)
         plotted = [theirs(t) for t in range(50)]
         assert theirs(0) == 1e-2 != plotted[0]
         ours = ss.geometric(2, 0.9, floor=1e-2).shift(1)
         assert (ours(0), ours(0)) == (1.8, 1.8)
-        fresh = FactorScheduler()
+        fresh = FactorScheduler(0.9, 1e-2, 2.0)
         assert [ours(t) for t in range(50)] == [ours(t) for t in range(50)] == [fresh(t) for t in range(50)]
         assert ours(0) == 1.8
 
@@ -403,15 +383,6 @@ class TestAScheduleChangesWhenItIsCalled:
         assert ss.cosine(0.3, 20, end=0.01)(21) == 0.01
 
     def test_resuming(self) -> None:
-        class MultiFactorScheduler:
-            def __init__(self, step: list[int], factor: float, base_lr: float) -> None:
-                self.step, self.factor, self.base_lr = step, factor, base_lr
-
-            def __call__(self, epoch: int) -> float:
-                if epoch in self.step:
-                    self.base_lr = self.base_lr * self.factor
-                return self.base_lr
-
         def rates(scheduler: Any, first: int) -> list[float]:
             return [scheduler(epoch) for epoch in range(first, 40)]
 

@@ -63,25 +63,28 @@ def read(path: Path) -> list[Cell]:
 class Mended(ast.NodeTransformer):
     """A cell as today's frameworks take it, with another number of epochs if one is given."""
 
-    def __init__(self, epochs: int | None) -> None:
-        self.epochs = epochs
+    def __init__(self, tab: str, epochs: int | None) -> None:
+        self.tab, self.epochs = tab, epochs
+
+    def _count(self, name: str, value: Any) -> None:
+        if self.epochs and name.endswith("_epochs") and isinstance(value, ast.Constant):
+            value.value = self.epochs
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        targets, values = [node.targets[0]], [node.value]
-        if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-            targets, values = node.targets[0].elts, node.value.elts
-        for target, value in zip(targets, values, strict=False):
-            if self.epochs and ast.unparse(target).endswith("_epochs") and isinstance(value, ast.Constant):
-                value.value = self.epochs
+        parts = [getattr(side, "elts", [side]) for side in (node.targets[0], node.value)]
+        for name, number in zip(*parts, strict=False):
+            self._count(ast.unparse(name), number)
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        asks = isinstance(node.func, ast.Attribute) and node.func.attr == "device"
-        if ast.unparse(node.func) == "d2l.plot" and not node.keywords and isinstance(node.args[-1], ast.ListComp):
+        for keyword in node.keywords:
+            self._count(keyword.arg or "", keyword.value)
+        name, bare = ast.unparse(node.func), not [*node.args, *node.keywords]
+        if name == "d2l.plot" and not node.keywords and node.args and isinstance(node.args[-1], ast.ListComp):
             drawn = node.args[-1]  # [lr(t) for t in ...], which tells how to label the axes
             node.args += [ast.Constant(ast.unparse(part)) for part in (drawn.generators[0].target, drawn.elt)]
-        return node.func if asks and not node.args and not node.keywords else node  # JAX's x.device() became x.device
+        return node.func if self.tab == "jax" and bare and name.endswith(".device") else node  # x.device() of older JAX
 
 
 def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | None = None, seed: int = 0,
@@ -107,12 +110,12 @@ def run(path: Path, tab: str | None, epochs: int | None = None, figures: Path | 
         for cell in cells:
             if not cell.tabs or tab in cell.tabs:
                 console.print(f"[cell {cell.number}, line {cell.line}]", style="dim", markup=False)
-                _run(cell, path, space, epochs)
+                _run(cell, path, space, Mended(tab, epochs))
                 _show(cell, figures, console)
     return space
 
 
-def _run(cell: Cell, path: Path, space: dict[str, Any], epochs: int | None) -> None:
+def _run(cell: Cell, path: Path, space: dict[str, Any], mended: Mended) -> None:
     """Run one cell, and show what its last line gives. Commands for the notebook or a shell are left out."""
     chapter, above = f"{path}, cell ", "\n" * (cell.line - 1)
     name = f"{chapter}{cell.number}"
@@ -124,7 +127,7 @@ def _run(cell: Cell, path: Path, space: dict[str, Any], epochs: int | None) -> N
             for command in re.findall(r"^!.*$", cell.code, re.M):
                 print(f"left out, as it is for a shell: {command.strip()}")
         linecache.cache[name] = len(cell.code), None, (above + cell.code).splitlines(keepends=True), name
-        tree = ast.fix_missing_locations(Mended(epochs).visit(tree))
+        tree = ast.fix_missing_locations(mended.visit(tree))
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, name, "exec"), space)
         value = eval(compile(ast.Expression(last.value), name, "eval"), space) if last else None

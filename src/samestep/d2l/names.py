@@ -304,14 +304,14 @@ class Names:
         settings: Any = {"lr": lr, "devices": num_gpus or "cpu", "seed": Batches.seed, "progress": False}
         given = zip(models.lenet(), map(self._backend.get, params or ()), strict=False)
         start = {name: array.T if array.ndim == 2 else array for name, array in given}
-        trainer = samesteps.Trainer(num_epochs, batch_size, **settings)
-        run = trainer.fit(self._models.lenet(Batches.seed), Data(*_fashion()), weights=start or None)
+        model, data = self._models.lenet(Batches.seed), Data(*_fashion())
+        run = samesteps.Trainer(num_epochs, batch_size, **settings).fit(model, data, weights=start or None)
         animator = drawing.Animator("epoch", "test acc", xlim=[1, num_epochs])
         for row in run.history:
             animator.add(row["epoch"], (row["test_accuracy"],))
         seconds = sum(row["seconds"] for row in run.history) / num_epochs
-        devices = [self._native(Device.of(name)) for name in run.devices]
-        shown = [getattr(device, "_device_name", device) for device in devices]  # TensorFlow's says nothing of itself
+        devices = map(self._native, map(Device.of, run.devices))  # TensorFlow's say nothing of themselves
+        shown = [getattr(device, "_device_name", device) for device in devices]
         print(f"test acc: {run.history[-1]['test_accuracy']:.2f}, {seconds:.1f} sec/epoch on {shown}")
         return run
 
@@ -334,6 +334,5 @@ class Names:
         raise AttributeError(f"samestep.d2l.{self._framework} has no {name!r}: it has {', '.join(dir(self))}")
 
     def __dir__(self) -> list[str]:
-        return sorted(
-            name for name in {*dir(type(self)), *vars(self), *vars(self._functions)} if not name.startswith("_")
-        )
+        names = {*dir(type(self)), *vars(self), *vars(self._functions)}
+        return sorted(name for name in names if not name.startswith("_"))

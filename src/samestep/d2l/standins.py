@@ -25,9 +25,8 @@ def standing_in(framework: str, seed: int = 0, examples: int | None = None) -> I
     names: Names = module.names
     kinds = {"torch": _torch, "jax": _jax, "tensorflow": _tensorflow, "paddle": _paddle, "mxnet": _mxnet}
     with ExitStack() as stack:
-        for name, found in (("d2l", d2l), (f"d2l.{framework}", module)):
-            sys.modules[name] = found
-            stack.callback(sys.modules.pop, name)
+        sys.modules |= {"d2l": d2l, f"d2l.{framework}": module}
+        stack.callback(lambda: [sys.modules.pop(name) for name in ("d2l", f"d2l.{framework}")])
         ours = [(names, "_virtual", True), (Batches, "examples", examples), (Batches, "seed", seed)]
         for owner, name, standin in [*ours, *kinds[framework](stack)]:
             stack.enter_context(patch.object(owner, name, standin, create=True))
@@ -108,5 +107,4 @@ def _paddle(stack: ExitStack) -> list[Replaced]:
 def _mxnet(stack: ExitStack) -> list[Replaced]:
     mx: Any = import_module("mxnet")
     there = mx.context.num_gpus()  # the CPU has many numbers, so that two GPUs are two contexts
-    kind = "gpu" if there else "cpu"
-    return [(module, "gpu", lambda i=0: mx.Context(kind, i % there if there else i)) for module in (mx, mx.npx)]
+    return [(at, "gpu", lambda i=0: mx.Context("gpu", i % there) if there else mx.cpu(i)) for at in (mx, mx.npx)]

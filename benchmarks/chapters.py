@@ -39,6 +39,14 @@ CONTROLS = {
         "counted in epochs, not in minibatches",
         {"pow(num_update + 1.0": "pow(num_update // 235 + 1.0"},
     ),
+    ("mxnet", "cosine"): (
+        "counted in epochs, not in minibatches",
+        {"lr_scheduler.CosineScheduler(max_update=20": "lr_scheduler.CosineScheduler(max_update=20 * 235"},
+    ),
+    ("mxnet", "warm-up + cosine"): (
+        "counted in epochs, not in minibatches",
+        {"lr_scheduler.CosineScheduler(20, warmup_steps=5": "lr_scheduler.CosineScheduler(20 * 235, warmup_steps=5 * 235"},
+    ),
     ("tensorflow", "square root"): (
         "with max-pools and ReLU, not average pools and a sigmoid",
         {"layers.AvgPool2D": "layers.MaxPool2D", "activation='sigmoid'": "activation='relu'"},
@@ -93,6 +101,9 @@ def shown(rows: list[dict[str, object]]) -> str:
             if last:
                 mean = statistics.mean(last)
                 where = "inside" if low <= mean <= high else "below" if mean < low else "above"
+                if where != "inside" and len(last) > 1:
+                    error = statistics.stdev(last) / len(last) ** 0.5
+                    where += f" by {max(low - mean, mean - high) / error:.1f} standard errors"
                 each = ", ".join(f"{value:.3f}" for value in sorted(last))
                 for row in (row for row in here if row.get("control")):
                     where += f"; {CONTROLS[tab, job][0]}, seed {row['seed']} gives {row['test_accuracy']:.3f}"

@@ -47,10 +47,10 @@ CONTROLS = {
         "counted in epochs, not in minibatches",
         {"lr_scheduler.CosineScheduler(20, warmup_steps=5": "lr_scheduler.CosineScheduler(20 * 235, warmup_steps=5 * 235"},
     ),
-    ("tensorflow", "square root"): (
+    **{("tensorflow", job): (
         "with max-pools and ReLU, not average pools and a sigmoid",
         {"layers.AvgPool2D": "layers.MaxPool2D", "activation='sigmoid'": "activation='relu'"},
-    ),
+    ) for job in ("square root", "cosine")},
 }  # fmt: skip
 LINE = re.compile(r"train loss (\S+), train acc (\S+), test acc (\S+)")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")

@@ -1,7 +1,7 @@
 """The schedule chapter as it is, with its own epochs: each of its five trainings, in each of its tabs, over several seeds.
 
     python benchmarks/chapters.py FOLDER [--seeds 3] [--jobs constant cosine] [--tabs pytorch] [--at-once 2]
-    python benchmarks/chapters.py FOLDER --controls    with one change each, to see why a mean is where it is
+    python benchmarks/chapters.py FOLDER --controls    with what is suspected changed, where a mean is below the published runs
     python benchmarks/chapters.py --table
 
 FOLDER holds the chapters. Every training is `samestep chapter` in a process of its own, with one thread: all cells are run as
@@ -35,18 +35,12 @@ JOBS = {
 }  # fmt: skip
 # What is suspected where a mean is below the published runs, and the change to the chapter's text that shows it (--controls).
 CONTROLS = {
-    ("mxnet", "square root"): (
-        "counted in epochs, not in minibatches",
-        {"pow(num_update + 1.0": "pow(num_update // 235 + 1.0"},
-    ),
-    ("mxnet", "cosine"): (
-        "counted in epochs, not in minibatches",
-        {"lr_scheduler.CosineScheduler(max_update=20": "lr_scheduler.CosineScheduler(max_update=20 * 235"},
-    ),
-    ("mxnet", "warm-up + cosine"): (
-        "counted in epochs, not in minibatches",
-        {"lr_scheduler.CosineScheduler(20, warmup_steps=5": "lr_scheduler.CosineScheduler(20 * 235, warmup_steps=5 * 235"},
-    ),
+    **{("mxnet", job): ("counted in epochs, not in minibatches", {old: new}) for job, old, new in (
+        ("square root", "pow(num_update + 1.0", "pow(num_update // 235 + 1.0"),
+        ("cosine", "lr_scheduler.CosineScheduler(max_update=20", "lr_scheduler.CosineScheduler(max_update=20 * 235"),
+        ("warm-up + cosine", "lr_scheduler.CosineScheduler(20, warmup_steps=5",
+         "lr_scheduler.CosineScheduler(20 * 235, warmup_steps=5 * 235"),
+    )},
     **{("tensorflow", job): (
         "with max-pools and ReLU, not average pools and a sigmoid",
         {"layers.AvgPool2D": "layers.MaxPool2D", "activation='sigmoid'": "activation='relu'"},
@@ -85,8 +79,9 @@ def train(folder: Path, tab: str, job: str, seed: int, control: bool) -> dict[st
         done = subprocess.run(
             [*command, "--figures", place], capture_output=True, text=True, env=os.environ | ONE_THREAD
         )
-    [found] = LINE.findall(done.stdout) or [done.stderr[-500:]]
-    loss, accuracy, test = map(float, found)
+    if done.returncode:
+        raise RuntimeError(f"{tab}, {job}, seed {seed}: {done.stderr[-500:]}")
+    [(loss, accuracy, test)] = [map(float, found) for found in LINE.findall(done.stdout)]
     return {"tab": tab, "job": job, "seed": seed, "control": control, "train_loss": loss, "train_accuracy": accuracy,
             "test_accuracy": test,
             "seconds": round(time.time() - began), "machine": machine()["name"]}  # fmt: skip

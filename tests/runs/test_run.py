@@ -389,21 +389,24 @@ def test_failing_at_the_first_step_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 3])
 def test_not_finite_names_step_and_shard(devices: int, tmp_path: Path) -> None:
     place = order(0, 0, 40).tolist().index(7)  # of example 7 in the first epoch: 16 examples a step, 4 a shard
-    assert place < 32  # the last batch has shards of 2
-    with pytest.raises(NotFinite, match=f"^the loss is nan at step {place // 16}, shard {place % 16 // 4}, "):
-        fit(not_a_number(7), devices=devices, run_dir=tmp_path / "run")
-    assert files(tmp_path) == []
+    assert 16 <= place < 32  # the last batch has shards of 2
+    for _ in range(2):  # without a checkpoint, it begins anew
+        with pytest.raises(NotFinite, match=f"^the loss is nan at step {place // 16}, shard {place % 16 // 4}, "):
+            fit(not_a_number(7), devices=devices, run_dir=tmp_path / "run")
+        told = events(tmp_path / "run")  # the log keeps the step before
+        assert [event["event"] for event in told] == ["start", "steps"]
+        assert told[1]["fingerprint"] == fit(devices=devices).fingerprints[:1]
 
 
 def test_failing_at_the_first_step_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with pytest.raises(NotFinite):
-        fit(not_a_number(0), run_dir=tmp_path / "run")
+        fit(not_a_number(slice(None)), run_dir=tmp_path / "run")
     assert files(tmp_path) == ["run", "run/notes.txt"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFinite):
-        fit(not_a_number(0), run_dir=tmp_path / "empty")
+        fit(not_a_number(slice(None)), run_dir=tmp_path / "empty")
     assert (tmp_path / "empty").is_dir()
 
 
@@ -420,8 +423,9 @@ def test_failing_in_a_later_epoch_keeps_what_is_known(folder: Path) -> None:
         fit(max_epochs=4, schedule=lambda t: 0.1 if t < STEPS else 1e30, run_dir=folder)
     assert files(folder) == sorted([*CHECKPOINTS[:2], "events.jsonl", "lock", "recipe.json"])
     told = events(folder)
-    assert [event["event"] for event in told] == ["start", "steps", "epoch"]
+    assert [event["event"] for event in told] == ["start", "steps", "epoch", "steps"]
     assert told[1]["fingerprint"] == fit(max_epochs=1).fingerprints
+    assert (told[3]["first"], told[3]["lr"]) == (STEPS, [1e30])  # made with that rate, from a loss that was finite
     run = ss.Run.load(folder)
     assert (run.interrupted, run.fingerprint) == (True, fit(max_epochs=1).fingerprint)
 

@@ -479,14 +479,15 @@ def test_what_cannot_be_exported_is_one_line(samestep: Samestep) -> None:
         assert written() == before
 
 
-def test_a_rate_that_is_too_high_is_one_line_and_leaves_nothing(
+def test_a_rate_that_is_too_high_is_one_line_and_leaves_the_step_before(
     samestep: Samestep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("samestep.training.fit.LIVE", 1e9)  # no look at the numbers before the end of the epoch
     done = samestep("train", *QUICK, "--lr", "1e30", "--run-dir", "run", "-q")
     assert done.status == 2
     assert re.fullmatch(r"samestep: the loss is nan at step 1, shard 0, with learning rate 1e\+30: .*\n", done.err)
-    assert written() == []
+    log = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert [(event["event"], len(event.get("fingerprint", []))) for event in log] == [("start", 0), ("steps", 1)]
 
 
 @pytest.mark.parametrize(

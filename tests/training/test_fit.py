@@ -46,7 +46,7 @@ def test_a_look_comes_when_more_than_half_a_second_has_passed(tmp_path: Path, mo
 
 def looked_at(numbers: Any, **about: Any) -> tuple[Any, Any, Any]:
     """What is told of two steps of the third epoch, the fourth one of its five and the next."""
-    told: list[Any] = []
+    told: list[Any] = about.pop("told", [])
     batches = [[(0, 2), (2, 4)], [(4, 6), (6, 8)], [(8, 10), (10, 12)], [(12, 14), (14, 16)], [(16, 18), (18, 19)]]
     one: Any = SimpleNamespace(
         backend=SimpleNamespace(fetch=np.concatenate), settings=SimpleNamespace(shards=2), batches=batches, emit=told.append,
@@ -103,6 +103,24 @@ def test_the_first_loss_that_is_not_finite_is_told_with_its_rate() -> None:
         looked_at([[1, 2, 0, 1], [3, np.inf, 2, np.nan]])
     with pytest.raises(NotFinite, match=r"^the loss is nan at step 13, shard 0, with learning rate 0\.4: "):
         looked_at([[np.nan, 2, 0, 1], [3, np.inf, 2, 1]])
+
+
+def test_steps_before_one_that_is_not_finite_are_told_and_it_is_not() -> None:
+    told: list[Any] = []
+    result = SimpleNamespace(fingerprints=["before"])
+    with pytest.raises(NotFinite, match="at step 14, shard 1"):
+        looked_at([[1, 2, 0, 1], [3, np.inf, 2, np.nan]], told=told, result=result)
+    assert result.fingerprints == ["before", "ffffffffffffffff"]
+    assert told == [
+        {
+            "event": "steps", "epoch": 3, "first": 13, "lr": [0.4], "examples": [4], "loss": [[1, 2]], "hits": [[0, 1]],
+            "fingerprint": result.fingerprints[1:],
+        }
+    ]  # fmt: skip
+    told.clear()
+    with pytest.raises(NotFinite, match="at step 13, shard 0"):
+        looked_at([[np.nan, 2, 0, 1], [3, 4, 2, 1]], told=told, result=result)  # what comes after it says nothing
+    assert (told, len(result.fingerprints)) == ([], 2)
 
 
 def test_every_checkpoint_is_written_once_and_has_the_loss_of_an_epoch_that_has_ended(

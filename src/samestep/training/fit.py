@@ -332,24 +332,27 @@ class Fit:
         prints = self.backend.fetch([print_ for _, print_ in pending]).view(np.uint64)
         table, shards = np.asarray(numbers, np.float64).reshape(len(pending), -1), self.settings.shards
         first, losses, more = epoch * len(self.batches) + start, table[:, :shards], table[:, 2 * shards :]
-        if not np.isfinite(table).all():
-            step, place = np.argwhere(~np.isfinite(table))[0]
+        wrong = np.argwhere(~np.isfinite(table))
+        count = int(wrong[0][0]) if len(wrong) else len(pending)  # the finite steps before: the log keeps them
+        hexes = [f"{int(value):016x}" for value in prints[:count]]
+        self.result.fingerprints += hexes
+        if count:
+            self.emit({
+                "event": "steps", "epoch": epoch + 1, "first": first,
+                "lr": [self.rates.shown(lr) for lr in rates[start : start + count]],
+                "examples": [spans[-1][1] - spans[0][0] for spans in self.batches[start : start + count]],
+                "loss": losses[:count].tolist(),
+                "hits": None if self.shape.classes is None else table[:count, shards : 2 * shards].astype(int).tolist(),
+                "fingerprint": hexes, **self.weights_of(more[:count]),
+            })  # fmt: skip
+        if len(wrong):
+            step, place = wrong[0]
             if place >= 2 * shards:
                 what = f"a metric or the weight of the loss is not finite at step {first + step}"
                 raise NotFinite(f"{what}: look at the function that gives it")
             where = f"at step {first + step}, shard {place % shards}, with learning rate {rates[start + step]:g}"
             advice = "lower the rate, clip the gradient, or look at that shard's examples"
             raise NotFinite(f"the loss is {losses[step, place % shards]} {where}: {advice}")
-        hexes = [f"{int(value):016x}" for value in prints]
-        self.result.fingerprints += hexes
-        batches = self.batches[start : start + len(pending)]
-        used = [self.rates.shown(lr) for lr in rates[start : start + len(pending)]]
-        self.emit({
-            "event": "steps", "epoch": epoch + 1, "first": first, "lr": used,
-            "examples": [spans[-1][1] - spans[0][0] for spans in batches], "loss": losses.tolist(),
-            "hits": None if self.shape.classes is None else table[:, shards : 2 * shards].astype(int).tolist(),
-            "fingerprint": hexes, **self.weights_of(more),
-        })  # fmt: skip
         return table
 
     def weights_of(self, more: np.ndarray[Any, Any]) -> dict[str, Any]:

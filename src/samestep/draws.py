@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from samestep.errors import Invalid
 
 SAMPLINGS = ("without_replacement", "with_replacement", "in_order")
-_ORDER, _NOISE, _EVALUATION, _LANGEVIN, _CHECK, _EXAMPLE = 1, 2, 3, 4, 5, 6
+_ORDER, _NOISE, _EVALUATION, _LANGEVIN, _CHECK, _EXAMPLE, _LAB = 1, 2, 3, 4, 5, 6, 7
 
 
 def _philox(seed: int, purpose: int, index: int, outer: int = 0) -> np.random.Philox:
@@ -78,6 +78,11 @@ def example(seed: int, epoch: int, index: int) -> np.random.Generator:
 def normal(seed: int, step: int, n: int, dtype: str) -> NDArray[Any]:
     """n draws of N(0, 1) for one step, on the host, so that every replica gets the same."""
     return np.random.Generator(_philox(seed, _LANGEVIN, step)).standard_normal(n).astype(dtype)
+
+
+def lab(seed: int, step: int, kind: int) -> np.random.Generator:
+    """What the paths of the lab draw from in one step, each kind of draw from its own."""
+    return np.random.Generator(_philox(seed, _LAB, step, kind))
 
 
 def check(seed: int, window: int, steps: int) -> tuple[int, int]:

@@ -19,13 +19,14 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import typer
 from patience import be_patient
 from rich.console import Console
+from screen.command import TEST, TRAIN, Done, Samestep, samestep, sealed
 
 import samestep as ss
 from samestep import fingerprint as fingerprints
@@ -33,57 +34,14 @@ from samestep.backends import find
 from samestep.data import fashion
 from samestep.errors import Invalid, ProcessFailed
 from samestep.processes.launch import TOLD
-from samestep.processes.place import COMMAND, MEET, OVERRIDES
+from samestep.processes.place import MEET
 from samestep.runs import verify
 from samestep.screen import cli
 from samestep.screen.ending import LATER, report
-from samestep.signals import Signals
 from samestep.training.fit import Fit
 
-RANDOM = np.random.default_rng(0)
-TRAIN, TEST = ((RANDOM.random((n, 1, 28, 28), np.float32), RANDOM.integers(0, 10, n)) for n in (64, 32))
+pytestmark = pytest.mark.usefixtures("sealed")
 QUICK = ("--epochs", "1", "--batch-size", "16", "--model", "mlp")
-
-
-class Done(NamedTuple):
-    status: object
-    out: str
-    err: str
-
-
-Samestep = Callable[..., Done]
-
-
-@pytest.fixture(autouse=True)
-def sealed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty folder to work in; no real data, and no way to fetch any."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(fashion, "load", lambda: (TRAIN, TEST))
-    monkeypatch.setattr(fashion, "_fetch", lambda folder: pytest.fail("a download was tried"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("SAMESTEP_DATA", raising=False)
-    monkeypatch.setattr(fashion, "DEBIAN", tmp_path / "debian")
-
-
-@pytest.fixture
-def samestep(capsys: pytest.CaptureFixture[str]) -> Samestep:
-    """Runs the command and says how it ended. What it changes in this process is put back."""
-
-    def call(*arguments: object) -> Done:
-        capsys.readouterr()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["samestep", *map(str, arguments)])
-            patch.setattr(sys, "path", sys.path[:])
-            patch.setenv(OVERRIDES, "{}")
-            patch.setenv(COMMAND, "")
-            patch.setattr(Signals, "came", 0)
-            with pytest.raises(SystemExit) as ended:
-                cli.run()
-                sys.exit(0)
-        return Done(ended.value.code or 0, *capsys.readouterr())
-
-    return call
 
 
 def written() -> list[str]:
@@ -1036,7 +994,7 @@ def test_version(samestep: Samestep) -> None:
 
 
 OPTIONS = {
-    (): ["--version", "train", "verify", "diff", "export", "chapter", "schedule", "devices", "data", "bench"],
+    (): ["--version", "train", "verify", "diff", "export", "chapter", "schedule", "devices", "data", "bench", "lab"],
     ("train",): [
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
@@ -1055,6 +1013,23 @@ OPTIONS = {
     ("data",): [],
     ("bench",): ["devices"],
     ("bench", "devices"): ["--backend", "--png", "--json", "--quick"],
+    ("lab",): ["figure", "run", "rates", "curvature", "sweep"],
+    ("lab", "figure"): [
+        "--list", "--objective", "--optimizer", "--schedule", "--noise", "--steps", "--start", "--seed", "--trajectories",
+        "--png", "--json", "--csv",
+    ],
+    ("lab", "run"): [
+        "--list", "--objective", "--optimizer", "--schedule", "--noise", "--steps", "--start", "--seed", "--trajectories",
+        "--png", "--json", "--csv",
+    ],
+    ("lab", "rates"): [
+        "--model", "--backend", "--devices", "--from", "--to", "--steps", "--png", "--json", "--csv",
+    ],
+    ("lab", "curvature"): ["--model", "--backend", "--devices", "--products", "--json"],
+    ("lab", "sweep"): [
+        "--model", "--backend", "--of", "--values", "--lr", "--batch-size", "--epochs", "--seeds", "--at-once",
+        "--folder", "--png", "--json", "--csv",
+    ],
 }  # fmt: skip
 
 
@@ -1100,14 +1075,22 @@ def test_every_option_has_a_line_of_help() -> None:
 
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     assert sorted(commands) == sorted(OPTIONS[()][1:])
-    inner = {("bench", name): command for name, command in commands["bench"].commands.items()}
+    inner = {(room, name): command for room in ("bench", "lab") for name, command in commands[room].commands.items()}
     for name, command in ({(name,): command for name, command in commands.items()} | inner).items():
         assert command.help, name
         for option in command.params:
             assert getattr(option, "help", None), f"{name} {option.name}"
-            assert {*option.opts} & {"script", "file", "expressions", "a", "b", "source", "target", *OPTIONS[name]}, (
-                f"{name} {option.name} is not in OPTIONS"
-            )
+            assert {*option.opts} & {
+                "script",
+                "file",
+                "name",
+                "expressions",
+                "a",
+                "b",
+                "source",
+                "target",
+                *OPTIONS[name],
+            }, f"{name} {option.name} is not in OPTIONS"
 
 
 def test_what_is_printed_is_plain(samestep: Samestep) -> None:
@@ -1155,7 +1138,7 @@ def test_the_defaults_of_all_commands() -> None:
         for name, about in given.items()
     }
     assert told == {
-        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {}, "bench": {}, "chapter": {},
+        "train": {}, "diff": {}, "export": {}, "devices": {}, "data": {}, "schedule": {}, "bench": {}, "lab": {}, "chapter": {},
         "verify": {"devices": "1,2,3,8", "processes": "1,2,3", "kill": 3, "resume_on": "random"},
     }  # fmt: skip
     usual = {name: one.default for name, one in inspect.signature(verify.verify).parameters.items()}

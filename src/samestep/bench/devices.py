@@ -25,6 +25,7 @@ from samestep.backends.base import Array, Backend
 from samestep.backends.workers import cores
 from samestep.devices import Device, cpu
 from samestep.errors import Invalid
+from samestep.screen.plot import check_figure
 
 HELD = 2**28  # bytes of results that may pile up on a device within a round
 LINEAR = 1.8  # two devices are nearly linear if they are so many times as fast as one
@@ -270,15 +271,6 @@ def of_copies(rows: list[Row]) -> str:
     moved = [f"{name}: {', '.join(found)}." for name, found in rates.items() if "→" in name]
     none = f"There is no GPU, so nothing is transferred. In the host's memory: {', '.join(rates[rows[0].device])}."
     return " ".join(moved) or none
-
-
-def check_figure(path: Path) -> Any:
-    """What draws figures. It is an error, before anything is measured, if it is missing or the file cannot be written."""
-    if path.suffix.lower() != ".png":
-        raise Invalid(f"--png needs a file that ends in .png, got {path}")
-    if not path.parent.is_dir():
-        raise Invalid(f"{path} cannot be written to: there is no folder {path.parent}")
-    return find.imported("matplotlib.figure", "plot")
 
 
 def roofline(title: str, products: list[Row], copies: list[Row], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command `samestep`: train, verify, diff, export, chapter, schedule, devices, data, bench.
+"""The command `samestep`: train, verify, diff, export, chapter, schedule, devices, data, bench, lab.
 
 Bad input gives one line on standard error and exit status 2 (ending.py).
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import csv
 import json
 import os
-import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -29,20 +27,19 @@ from samestep.backends import find
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
-from samestep.processes.launch import engine_for, launch, numbered
+from samestep.processes.launch import engine_for, launch
 from samestep.processes.place import COMMAND, MEET
-from samestep.screen import job
+from samestep.screen import job, lab
 from samestep.screen.ending import report
+from samestep.screen.lab import option
+from samestep.screen.plot import check_figure
 from samestep.signals import Signals
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 benches = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(benches, name="bench")
+app.add_typer(lab.app, name="lab")
 out = Console(highlight=False, soft_wrap=True)
-
-
-def option(help: str, *names: str, among: Sequence[str] = ()) -> Any:
-    return typer.Option(*names, help=help, autocompletion=(lambda: list(among)) if among else None)
 
 
 def argument(help: str) -> Any:
@@ -99,7 +96,7 @@ def train(
     """
     if lr is not None and schedule is not None:
         raise Invalid("choose one of --lr and --schedule")
-    _check_job(script, model=model, backend=backend, momentum=momentum)
+    job.check(script, model=model, backend=backend, momentum=momentum)
     settings: dict[str, Any] = {
         "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs,
         "schedule": schedule if lr is None else lr,
@@ -118,29 +115,8 @@ def train(
     if run_dir == "none":
         given["run_dir"] = None
     if script is not None:
-        return _run_script(script, context.args, given)
+        return job.run_script(script, context.args, given)
     job.train(model or job.USUAL, backend or "torch", momentum, given)
-
-
-def _check_job(script: Path | None, **of_built_in: Any) -> None:
-    """Refuse a script that is not there, and what does not go with a script."""
-    for name, value in of_built_in.items():
-        if script is not None and value is not None:
-            raise Invalid(f"--{name} goes with the built-in job; {script} has a model and an optimizer of its own")
-    if script is not None and not os.path.isfile(script):
-        raise Invalid(f"{script} is not a file")
-
-
-def _run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
-    from samestep.processes.place import OVERRIDES
-    from samestep.training.trainer import Trainer
-
-    os.environ[OVERRIDES], before = json.dumps(given), Trainer.made
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
-    if given and Trainer.made == before and not numbered():  # the first process speaks for all
-        sys.stderr.write(f"samestep: {script} has made no Trainer, so that the options had no effect\n")
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -169,7 +145,7 @@ def verify(
 
     if portable:
         switch.set_up()  # in all processes that are started
-    _check_job(script, backend=backend)
+    job.check(script, backend=backend)
     if backend is not None:
         find.check(backend)
     wanted = module.Job(script, context.args, epochs if script or epochs is not None else 1, backend)
@@ -258,7 +234,7 @@ def bench_devices(
     from samestep.bench import devices as module
 
     if png:
-        module.check_figure(png)
+        check_figure(png)
     bench, answers = module.Bench(find.load(backend), quick), dict[str, module.Answer]()
     for answer in bench.answers():
         answers[answer.name] = answer

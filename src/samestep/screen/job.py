@@ -1,10 +1,15 @@
-"""The built-in job: one of samestep's models on Fashion-MNIST, with a recipe of its own."""
+"""What is trained: a script of the user's, or one of samestep's models on Fashion-MNIST, with a recipe of its own."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import runpy
+import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +17,8 @@ from rich.console import Console
 from samestep.backends import find
 from samestep.errors import Invalid
 from samestep.models import NAMES
+from samestep.processes.launch import numbered
+from samestep.processes.place import OVERRIDES
 
 USUAL = "lenet_modern"
 out = Console(highlight=False, soft_wrap=True)
@@ -26,6 +33,27 @@ def recipe(name: str, epochs: int, batch_size: int) -> tuple[Any, float]:
     # The rate follows the size of a batch (Goyal et al. 2017), up to where it was tried. A single epoch has no warm-up.
     peak, warm = min(batch_size / 2560, 0.2), min(epochs - 1, 1)
     return cosine(peak, epochs - warm).warmup(warm).in_epochs(smooth=True), 0.9
+
+
+def check(script: Path | None, **of_built_in: Any) -> None:
+    """Refuse a script that is not there, and what does not go with a script."""
+    for name, value in of_built_in.items():
+        if script is not None and value is not None:
+            raise Invalid(f"--{name} goes with the built-in job; {script} has a model and an optimizer of its own")
+    if script is not None and not os.path.isfile(script):
+        raise Invalid(f"{script} is not a file")
+
+
+def run_script(script: Path, arguments: list[str], given: dict[str, Any]) -> None:
+    """Run a script as Python would, with these settings in place of those of its Trainer."""
+    from samestep.training.trainer import Trainer
+
+    os.environ[OVERRIDES], before = json.dumps(given), Trainer.made
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    if given and Trainer.made == before and not numbered():  # the first process speaks for all
+        sys.stderr.write(f"samestep: {script} has made no Trainer, so that the options had no effect\n")
 
 
 def train(name: str, framework: str, momentum: float | None, given: dict[str, Any]) -> None:

@@ -76,9 +76,18 @@ def figure(curves: Curves, unit: str, path: Path) -> None:
         raise Invalid(f"{path} cannot be written to: {error.strerror or error}") from None
 
 
-def of_figure(figure: Any, width: int = 72, height: int = 14) -> Text:
-    """The lines of a figure of matplotlib as text: those of its first axes, with their limits, labels and legend."""
-    axes, text = figure.axes[0], Text()
+def check_figure(path: Path) -> Any:
+    """What draws figures. It is an error, before anything is computed, if it is missing or the file cannot be written."""
+    if path.suffix.lower() != ".png":
+        raise Invalid(f"--png needs a file that ends in .png, got {path}")
+    if not path.parent.is_dir():
+        raise Invalid(f"{path} cannot be written to: there is no folder {path.parent}")
+    return find.imported("matplotlib.figure", "plot")
+
+
+def of_figure(figure: Any, width: int = 72, height: int = 14, axes: Any = None) -> Text:
+    """The lines of a figure of matplotlib as text: of its first axes, or of these, with limits, labels and legend."""
+    axes, text = axes or figure.axes[0], Text()
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     bits, owner = np.zeros((2, height, width), int)
     for number, line in enumerate(axes.lines):

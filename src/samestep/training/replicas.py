@@ -114,14 +114,18 @@ class Replicas:
             for replica in self.replicas:
                 replica.load(unpack(content, "the model of rank 0").tensors)
 
-    def step(self, batch: Batch, lr: float, t: int) -> Vector:
-        """Make the update after t updates. Returns [loss of each shard | hits of each shard | more], on a device."""
+    def sums(self, batch: Batch) -> list[Vector]:
+        """The sum over all shards of a batch, on the device of each replica."""
         # Shards: each replica computes its own, and adds them up along the tree as far as it can.
         step = self._kind_of_step(self, len(batch.spans))
         work = zip(self.replicas, step.shares, step.sums, strict=True)
         tasks = [task for replica, shards, sums in work for task in replica.tasks(batch, shards, sums)]
         # Tree and exchange: the sum over all shards, on every device.
-        totals = step.totals(tasks)
+        return step.totals(tasks)
+
+    def step(self, batch: Batch, lr: float, t: int) -> Vector:
+        """Make the update after t updates. Returns [loss of each shard | hits of each shard | more], on a device."""
+        totals = self.sums(batch)
         # Update: the same on every replica.
         z = self._noise(t)
         self.backend.map([partial(self._update, i, total, batch.examples, lr, t, z) for i, total in enumerate(totals)])
@@ -131,11 +135,20 @@ class Replicas:
     def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
         replica, backend = self.replicas[i], self.backend
         z = None if z is None else backend.put(z, replica.device)
-        over = self._weight(total) if self.weighted else 1 if self.measure.kind == SUM else examples
+        over = self._over(total, examples)
         self.updaters[i].follow(total, over, lr, t, z)
         if self.weighted and len(replica.layouts) > 1:  # a batch of weight zero changes nothing
             total = backend.choose(over, total, backend.zeros_like(total))
         replica.advance(total, examples)
+
+    def _over(self, total: Vector, examples: int) -> Any:
+        """What the sum over a batch is divided by."""
+        return self._weight(total) if self.weighted else 1 if self.measure.kind == SUM else examples
+
+    def gradient(self, batch: Batch) -> Vector:
+        """The gradient of the loss of a batch at the weights of now, on the first device. Nothing is changed."""
+        total = self.sums(batch)[0]
+        return total[: self.replicas[0].layouts[0].size] / self._over(total, batch.examples)
 
     def _noise(self, t: int) -> NDArray[Any] | None:
         """The noise that a noisy optimizer asks for, the same on every replica."""

@@ -14,7 +14,7 @@ from samestep.backends import find
 from samestep.errors import Invalid
 
 # Told apart without colours: by dashes, markers and shades.
-STYLES = ["- o #000000", "-- s #0072b2", ": ^ #d55e00", "-. D #777777", "- v #009e73"]
+STYLES = ["- o #000000", "-- s #0072b2", ": ^ #d55e00", "-. D #777777", "- v #009e73", "-- P #cc79a7", ": X #555555"]
 GREY = "#999999"
 COLUMNS = ("x", "y", "low", "high")
 

@@ -81,6 +81,8 @@ def test_settings_side_by_side(options: dict[str, object], panels: list[str]) ->
         ("path", {"optimizer": "sgdd"}, "optimizer: there is no 'sgdd'; did you mean sgd"),
         ("path", {"optimizer": "sgd(speed=1)"}, "got an unexpected keyword argument 'speed'"),
         ("bound", {"objective": "rosenbrock"}, "its gradients have no bound that is known"),
+        ("floor", {"steps": 0}, "figure: steps must be at least 1"),
+        ("path", {"steps": [5, 0], "schedule": [0.1, 0.1]}, "figure: steps must be at least 1"),
         ("rate", {"objective": "quadratic"}, "needs an objective with bounded gradients"),
         ("sgld", {"objective": "logistic"}, "known for quadratics and least squares alone"),
     ],
@@ -114,3 +116,15 @@ def test_a_path_that_diverges_is_shown_until_it_is_far_away() -> None:
 def test_the_door_of_the_lab() -> None:
     assert lab.figure is figure
     assert lab.FIGURES is FIGURES
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("distance", {"schedule": 1e9}), ("bound", {"objective": "quadratic", "schedule": 1e9}), ("floor", {"schedule": 3.0}),
+        ("path", {"schedule": 1e300}), ("sgld", {"schedule": 500.0}), ("average", {"objective": "rosenbrock", "schedule": 1.0}),
+        ("adaptive", {"schedule": 1e200}), ("conditioning", {"steps": 1}), ("random-loss", {"steps": 1}),
+    ],
+)  # fmt: skip
+def test_what_diverges_or_is_short_is_drawn_without_a_warning(name: str, options: dict[str, object]) -> None:
+    assert figure(name, **quick(name, **options))._repr_png_()[:4] == b"\x89PNG"

@@ -68,6 +68,15 @@ def test_the_table_behind_a_figure(samestep: Samestep) -> None:
     assert (json.loads(again.out), again.err) == (told, "d.png: How far from the minimum?\n")
 
 
+def test_a_descent_that_diverges_is_drawn_and_told_in_plain_json(samestep: Samestep) -> None:
+    options = ("distance", "--schedule", "1.5", "--schedule", "0.1", "--trajectories", "3")
+    assert samestep("lab", "figure", *options, "--png", "d.png").status == 0
+    assert samestep("lab", "figure", *options).status == 0
+    rows = json.loads(samestep("lab", "run", *options, "--json").out, parse_constant=pytest.fail)["rows"]
+    assert rows[-1]["y"] == 0.1
+    assert None in [row["y"] for row in rows]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -80,7 +89,7 @@ def test_the_table_behind_a_figure(samestep: Samestep) -> None:
         ),
         (("figure", "path", "--schedule", "-1"), "at least 0"),
         (("figure", "path", "--optimizer", "open('x')"), "optimizer: there is no 'open'"),
-        (("figure", "path", "--steps", "-1"), "steps must be at least 0"),
+        (("figure", "path", "--steps", "-1"), "steps must be at least 1"),
         (("figure", "wells", "--steps", "3"), "wells takes seed; it has no use for steps"),
         (("figure", "path", "--png", "a.gif"), "--png needs a file that ends in .png, got a.gif"),
         (("figure", "path", "--png", "no/a.png"), "no/a.png cannot be written to: there is no folder no"),

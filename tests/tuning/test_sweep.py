@@ -110,9 +110,10 @@ def test_runs_that_diverge_are_counted_and_the_others_go_on() -> None:
     assert "rate-1e38-seed-0: diverged\n" in done.stderr
     assert "Diverged: 1 of rate 1e38." in done.stdout
     assert done.stdout.splitlines()[1].split()[:3] == ["rate", "0.1", "0.1"]
-    only = lab("--values", "1e38", "--folder", "other")
+    only = lab("--values", "1e38", "--folder", "other", "--png", "nothing.png")
     last = "Nothing came to its end. Diverged: 1 of rate 1e38. Try lower rates."
     assert (only.returncode, only.stdout.splitlines()[-1]) == (0, last)
+    assert not Path("nothing.png").exists()
 
 
 def test_a_script_that_fails_ends_the_sweep_with_what_it_said() -> None:

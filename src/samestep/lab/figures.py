@@ -98,7 +98,11 @@ def figure(name: str, **options: Any) -> Picture:
     most = max((len(v) for v in options.values() if isinstance(v, list)), default=1)
     if most > 1 or any(isinstance(getattr(known.defaults, n), list) for n in options if n != "steps"):
         options |= {n: values[0] for n, values in listed.items() if len(values) != most}
-    return known.make(replace(known.defaults, **options))
+    made = replace(known.defaults, **options)
+    for steps in made.steps if isinstance(made.steps, list) else [made.steps]:
+        whole("figure", "steps", steps, 1)
+    with np.errstate(over="ignore", invalid="ignore"):  # of what diverges
+        return known.make(made)
 
 
 def _two(f: Objective) -> Objective:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,12 +60,13 @@ def check(png: Path | None, as_json: bool = False, as_csv: bool = False) -> None
 def show(picture: Picture, rows: Rows, png: Path | None, as_json: bool, as_csv: bool, table: bool) -> None:
     """A picture, to a file or in the terminal; or the rows behind it, as a table, JSON or CSV."""
     plain = as_json or as_csv
-    if png is not None:
+    if png is not None and picture.panels:  # a sweep of which nothing came to its end has none
         picture.save(png)
         typer.echo(f"{png}: {picture.title}", err=plain)
     names = list(dict.fromkeys(name for row in rows for name in row))
     if as_json:
-        print(json.dumps({"title": picture.title, "says": picture.says, "rows": rows}))
+        finite = [{n: None if isinstance(v, float) and not isfinite(v) else v for n, v in row.items()} for row in rows]
+        print(json.dumps({"title": picture.title, "says": picture.says, "rows": finite}))
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, names, lineterminator="\n")
         writer.writeheader()

@@ -16,6 +16,7 @@ from samestep.errors import Invalid
 # Told apart without colours: by dashes, markers and shades.
 STYLES = ["- o #000000", "-- s #0072b2", ": ^ #d55e00", "-. D #777777", "- v #009e73", "-- P #cc79a7", ": X #555555"]
 GREY = "#999999"
+FAR = 1e30  # what diverges is drawn up to here
 COLUMNS = ("x", "y", "low", "high")
 
 
@@ -94,6 +95,8 @@ def _draw(panel: Panel, axes: Any) -> None:
     for number, curve in enumerate(panel.curves):
         line, marker, colour = STYLES[number % len(STYLES)].split()
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+        here = (abs(x) < FAR) & (abs(y) < FAR)  # and not NaN
+        x, y = x[here], y[here]
         kinds: dict[str, dict[str, Any]] = {
             "line": {"markevery": 0.12 if len(x) > 8 else 1, "markersize": 4, "linewidth": 1.4},
             "points": {"linestyle": "none", "markersize": 3 if len(x) > 100 else 6, "markerfacecolor": "none"},
@@ -105,9 +108,11 @@ def _draw(panel: Panel, axes: Any) -> None:
         if curve.kind == "path":  # where it starts
             axes.plot(x[:1], y[:1], "s", color=colour, markersize=7)
         if curve.low is not None:
-            low, high = np.asarray(curve.low, float), np.asarray(curve.high, float)
+            low, high = (np.clip(np.asarray(edge, float)[here], -FAR, FAR) for edge in (curve.low, curve.high))
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, **{f"{axis}scale": "log" for axis in panel.log})
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+    if any((line.get_xydata() > 0).any() for line in axes.lines):  # else there is nothing to be seen on a log axis
+        axes.set(**{f"{axis}scale": "log" for axis in panel.log})
     if panel.over:
         _contours(panel.over, axes)
     axes.set_title(panel.title, fontsize=9)

@@ -92,7 +92,7 @@ def of_figure(figure: Any, width: int = 72, height: int = 14, axes: Any = None) 
     bits, owner = np.zeros((2, height, width), int)
     for number, line in enumerate(axes.lines):
         places = axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata().astype(float)))
-        places = places * [2 * width - 1, 4 * height - 1]
+        places = places[np.isfinite(places).all(1)] * [2 * width - 1, 4 * height - 1]
         for start, end in zip(places, [*places[1:], *places[-1:]], strict=True):
             for x, y in np.rint(np.linspace(start, end, 2 + int(np.abs(end - start).max()))).astype(int):
                 if 0 <= x < 2 * width and 0 <= y < 4 * height:

@@ -83,26 +83,22 @@ def range_test(fit: Fit, low: float = 1e-5, high: float = 10.0, steps: int = 100
         raise Invalid(
             "this optimizer has its rate inside, where a range test cannot change it: use another one for the test"
         )
-    losses, smooth, mean = list[float](), list[float](), 0.0
+    losses, smooth, mean, diverged = list[float](), list[float](), 0.0, False
     rates = np.geomspace(low, high, whole("", "steps", steps, 10))
     for t, (lr, batch) in enumerate(zip(rates.tolist(), batches(fit), strict=False)):
         numbers = fit.group.step(batch, lr, t)
         loss = Made(t, batch.examples, fit.group, numbers, None, fit.shape).loss  # waits for the device
         mean = SMOOTH * mean + (1 - SMOOTH) * loss
-        if not np.isfinite(loss):
+        if diverged := not np.isfinite(loss):
             break
         losses.append(loss)
         smooth.append(mean / (1 - SMOOTH ** (t + 1)))
-        if smooth[-1] > WORSE * min(smooth):
+        if diverged := smooth[-1] - min(smooth) > (WORSE - 1) * abs(min(smooth)):
             break
     if not losses:
         raise Invalid(f"the loss is not finite at the first step, with rate {low:g}: look at the model and its data")
     best, used = int(np.argmin(smooth)), rates[: len(losses)]
-    end = (
-        f"it diverges at {used[-1]:.2g}"
-        if len(used) < steps or smooth[-1] > WORSE * smooth[best]
-        else f"it is finite up to {high:g}"
-    )
+    end = f"it diverges at {used[-1]:.2g}" if diverged else f"it is finite up to {high:g}"
     curves = [Curve("of each step", used, losses, kind="thin"), Curve("smoothed", used, smooth)]
     hint = f"It does not fall: try more steps, or rates from below {low:g} on."
     if best:

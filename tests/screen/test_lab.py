@@ -11,6 +11,7 @@ import pytest
 from screen.command import Samestep, samestep, sealed
 
 from samestep.lab.figures import FIGURES
+from samestep.tuning.sweep import Setting
 
 SCRIPT = """
 import sys
@@ -144,3 +145,31 @@ def test_the_curvature_of_a_script(samestep: Samestep) -> None:
     assert told["largest_stable_rate"]["momentum 0.9"] == pytest.approx(3.8 / told["eigenvalue"])
     few = samestep("lab", "curvature", "my.py", "--products", "2")
     assert "(after 2 products, and has not settled" in few.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "rest"),
+    [
+        (("--model", "mlp", "--lr", "0.05"), {"model": "mlp", "epochs": 10, "batch-size": 256}, []),
+        (("my.py", "--lr", "0.05", "--epochs", "2"), {"epochs": 2, "batch-size": 8}, ["my.py"]),
+        (("my.py", "--lr", "0.05", "--", "20"), {"epochs": 3, "batch-size": 20}, ["my.py", "--", "20"]),
+    ],
+)
+def test_a_sweep_takes_what_is_not_said_from_the_job(
+    arguments: tuple[str, ...],
+    options: dict[str, object],
+    rest: list[str],
+    samestep: Samestep,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[object] = []
+
+    def sweep(tried: list[Setting], *given: object) -> None:
+        seen.extend([[one.options["lr"] for one in tried], *given[:2]])
+        tried[0].histories = [[{"train_loss": 1.0, "test_loss": 2.0, "test_accuracy": 0.5}]]
+
+    monkeypatch.setattr("samestep.tuning.sweep.sweep", sweep)
+    done = samestep("lab", "sweep", "--of", "batch", "--values", "1,4", *arguments)
+    assert (done.status, done.err) == (0, "")
+    assert seen == [[0.05, 0.05, 0.2, 0.1], options, rest]
+    assert "The best mean test accuracy is 0.5: 1 x" in done.out

@@ -216,7 +216,7 @@ def sweep(
 
     check(png, as_json, as_csv)
     seeds, at_once = whole("", "--seeds", seeds, 1), whole("", "--at-once", at_once or min(cores(), MOST), 1)
-    given = {"batch_size": batch_size, "max_epochs": epochs, "lr": lr}
+    given = {"batch_size": batch_size, "max_epochs": epochs, "schedule": lr}
     base = module.Base.of(*own_fit(context, script, model, backend, {n: v for n, v in given.items() if v is not None}))
     tried = module.settings(of, values, base)
     job_of = {"model": model, "backend": backend, "epochs": base.epochs, "batch-size": base.batch_size}

@@ -159,8 +159,8 @@ def sweep(
         for number, done in enumerate(as_completed(runs), 1):
             setting, place, status, said = done.result()
             if status and not DIVERGED.search(said):
-                how = "the same command goes on with the sweep:"
-                raise Invalid(f"{place.name} ended with status {status}; {how}", f"\n{said.strip()}")
+                how = "once that is mended, the same command goes on; or choose another --folder"
+                raise Invalid(f"{place.name} ended with status {status} ({how}):", f"\n{said.strip()}")
             if status:
                 setting.diverged += 1
             else:

@@ -122,7 +122,8 @@ def test_the_door_of_the_lab() -> None:
     ("name", "options"),
     [
         ("distance", {"schedule": 1e9}), ("bound", {"objective": "quadratic", "schedule": 1e9}), ("floor", {"schedule": 3.0}),
-        ("path", {"schedule": 1e300}), ("sgld", {"schedule": 500.0}), ("average", {"objective": "rosenbrock", "schedule": 1.0}),
+        ("path", {"schedule": 1e300}), ("bound", {"objective": "least_squares", "schedule": 1e3}),
+        ("sgld", {"schedule": 500.0}), ("average", {"objective": "rosenbrock", "schedule": 1.0}),
         ("adaptive", {"schedule": 1e200}), ("conditioning", {"steps": 1}), ("random-loss", {"steps": 1}),
     ],
 )  # fmt: skip

@@ -84,7 +84,7 @@ def gradient_norms(objective: Objective, rates: Numbers, start: Numbers, noise: 
     second, own = np.outer(point, point), np.diag([noise**2] * a.shape[1] + [0.0])
     for rate in rates:
         residual = ((u @ second) * u).sum(1)  # E (a_i·x − y_i)²
-        found.append(sqrt((square * residual).mean() + np.trace(own)))
+        found.append(float(np.sqrt((square * residual).mean() + np.trace(own))))
         drift, spread = lift.T @ (u @ second) / len(y), (lift * residual[:, None]).T @ lift / len(y)
         second = second - rate * (drift + drift.T) + rate**2 * (spread + own)
     return np.array(found)

@@ -18,8 +18,8 @@ def bound(rates: Numbers, r: float, lipschitz: Numbers) -> Numbers:
     x̄_T = Σ η_t·x_t / Σ η_t over the first T points. r is the distance of the first one from the minimum, L² a bound on the mean
     square of the stochastic gradient, for all steps or for each.
 
-    >>> bound([0.1, 0.1], r=1, lipschitz=1).tolist()
-    [5.05, 2.5500000000000003]
+    >>> bound([0.1, 0.1], r=1, lipschitz=1).round(9).tolist()
+    [5.05, 2.55]
     """
     eta = np.asarray(rates, np.float64)
     with np.errstate(divide="ignore"):

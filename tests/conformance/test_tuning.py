@@ -18,7 +18,7 @@ Y = RNG.integers(0, CLASSES, N)
 
 def ready(devices, **settings):
     model = importlib.import_module(f"samestep.models.{suite.BACKEND}").mlp((D, CLASSES), seed=2)
-    given = {"batch_size": N, "shards": 3, "devices": [KIND] * devices, "progress": False, **settings}
+    given = {"batch_size": N, "shards": 4, "devices": [KIND] * devices, "progress": False, **settings}
     return prepared(ss.Trainer(1, **given), model, (X, Y))
 
 
@@ -41,7 +41,9 @@ def test_the_curvature_of_softmax_regression():
         with ready(devices) as fit:
             found.append(curvature(fit))
             assert found[-1].eigenvalue == pytest.approx(exact(fit.group.replicas[0].tensors()), rel=0.02)
-    assert found[0] == found[1]  # the same bits
+    assert found[0] == found[1]  # the same bits, on a number of devices that does not divide the shards
+    with ready(1, shards=2) as fit:  # a broken twin: another order of additions
+        assert curvature(fit).eigenvalue != found[0].eigenvalue
     assert found[0].converged
     with ready(1, batch_size=8) as fit:
         assert curvature(fit).eigenvalue == pytest.approx(
@@ -55,6 +57,8 @@ def test_a_range_test_on_one_device_and_three():
         with ready(devices, batch_size=12, optimizer=ss.sgd(momentum=0.9)) as fit:
             found.append(list(range_test(fit, 1e-4, 1e3, 50).rows()))
     assert found[0] == found[1]
+    with ready(1, batch_size=12, optimizer=ss.sgd(momentum=0.9), seed=1) as fit:  # a broken twin: other batches
+        assert list(range_test(fit, 1e-4, 1e3, 50).rows()) != found[0]
     steps = [row for row in found[0] if row["curve"] == "of each step"]
     assert 20 < len(steps) < 50  # it has diverged before the end
     assert steps[20]["y"] < steps[0]["y"]

@@ -95,3 +95,9 @@ def test_finetune_transformers(tmp_path: Path) -> None:
     assert len(prints) == 2
     assert len(set(prints)) == 1
     assert numbers("loss", text)[0] < 2.03  # log(8) = 2.08 for one who knows nothing
+
+
+def test_the_warm_up_is_the_same_on_one_device_and_on_three(tmp_path: Path) -> None:
+    text, _ = printed("warmup", tmp_path, 1, 3)
+    one, three = re.findall(r"fingerprint ([0-9a-f]{16})", text)
+    assert one == three

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_a_descent_that_diverges_is_drawn_and_told_in_plain_json(samestep: Sames
         (("sweep", "my.py", "--of", "schedule", "--values", "x"), "schedule: unknown name 'x'"),
         (("sweep", "my.py", "--values", "1,1"), "--values must be different"),
         (("sweep", "my.py", "--seeds", "0"), "--seeds must be at least 1"),
+        (("sweep", "my.py", "--at-once", "0"), "--at-once must be at least 1"),
         (("sweep", "my.py", "--epochs", "0"), "max_epochs must be at least 1"),
     ],
 )
@@ -144,7 +146,7 @@ def test_the_curvature_of_a_script(samestep: Samestep) -> None:
     assert told["largest_stable_rate"]["momentum 0"] == pytest.approx(2 / told["eigenvalue"])
     assert told["largest_stable_rate"]["momentum 0.9"] == pytest.approx(3.8 / told["eigenvalue"])
     few = samestep("lab", "curvature", "my.py", "--products", "2")
-    assert "(after 2 products, and has not settled" in few.out
+    assert "(after 2 products, not settled: kinks of the loss" in few.out
 
 
 @pytest.mark.parametrize(
@@ -173,3 +175,15 @@ def test_a_sweep_takes_what_is_not_said_from_the_job(
     assert (done.status, done.err) == (0, "")
     assert seen == [[0.05, 0.05, 0.2, 0.1], options, rest]
     assert "The best mean test accuracy is 0.5: 1 x" in done.out
+
+
+def test_without_matplotlib_numbers_are_told_and_figures_refused_at_once(
+    samestep: Samestep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for command in (("figure", "path"), ("figure", "path", "--png", "p.png"), ("rates", "my.py")):
+        done = samestep("lab", *command)
+        assert (done.status, done.out) == (2, "")
+        assert "matplotlib" in done.err
+    assert samestep("lab", "run", "path", "--schedule", "0.1").status == 0
+    assert samestep("lab", "rates", "my.py", "--json").status == 0

@@ -33,7 +33,7 @@ def trainer(**settings: Any) -> ss.Trainer:
     given = {
         "max_epochs": 1,
         "batch_size": 48,
-        "shards": 3,
+        "shards": 4,
         "loss": torch.nn.MSELoss(),
         "progress": False,
         "devices": "cpu",

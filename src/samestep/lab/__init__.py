@@ -1,4 +1,4 @@
-"""The lab: gradient descent on small objectives, beside what theory says of it; and rates and curvature of real models."""
+"""The lab: gradient descent on small objectives, beside what theory says of it. Models of your own: tuning/."""
 
 from samestep.lab.descent import Descent as Descent
 from samestep.lab.descent import descend as descend

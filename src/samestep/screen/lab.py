@@ -49,12 +49,14 @@ Csv = Annotated[bool, option("Print it as CSV", "--csv")]
 Png = Annotated[Path | None, option("Draw it to this file")]
 
 
-def check(png: Path | None, as_json: bool = False, as_csv: bool = False) -> None:
+def check(png: Path | None, as_json: bool, as_csv: bool, table: bool) -> None:
     """Refuse what cannot be shown, before anything is computed."""
     if as_json and as_csv:
         raise Invalid("choose one of --json and --csv")
     if png is not None:
         plot.check_figure(png)
+    elif not (as_json or as_csv or table):
+        find.imported("matplotlib.figure", "plot")  # which also draws in the terminal
 
 
 def show(picture: Picture, rows: Rows, png: Path | None, as_json: bool, as_csv: bool, table: bool) -> None:
@@ -117,13 +119,14 @@ def figure(
         for one, (makes, takes, _) in FIGURES.items():
             out.print(f"{one:<13} {makes.__doc__}\n{'':<13} takes {', '.join(takes)}", markup=False)
         return
-    check(png, as_json, as_csv)
+    table = context.info_name == "run"
+    check(png, as_json, as_csv, table)
     rates = [_number(text) for text in schedule or []]
     several = {"objective": objective, "optimizer": optimizer, "schedule": rates, "noise": noise, "steps": steps}
     given: dict[str, Any] = {one: v[0] if len(v) == 1 else v for one, v in several.items() if v}
     point = None if start is None else [_number(text) for text in start.split(",")]
     given |= {n: v for n, v in (("start", point), ("seed", seed), ("trajectories", trajectories)) if v is not None}
-    picture, table = make(name, **given), context.info_name == "run"
+    picture = make(name, **given)
     rows = list(picture.rows())
     if table and not (as_json or as_csv):
         rows = [
@@ -172,7 +175,7 @@ def rates(
     """A range test: train with a rate that grows with every step, and suggest one. Nothing is written."""
     from samestep.tuning.probing import prepared, range_test
 
-    check(png, as_json, as_csv)
+    check(png, as_json, as_csv, False)
     with prepared(*own_fit(context, script, model, backend, {"devices": devices} if devices else {})) as fit:
         picture = range_test(fit, low, high, steps)
     show(picture, list(picture.rows()), png, as_json, as_csv, False)
@@ -191,8 +194,9 @@ def curvature(
         found = probing.curvature(fit, products)
     stable = {f"momentum {m:g}": found.rate(m) for m in sorted({0.0, 0.9, found.momentum})}
     if as_json:
-        return print(json.dumps({**asdict(found), "largest_stable_rate": stable}))
-    settled = "" if found.converged else ", and has not settled: its kinks may hide the curvature"
+        limits = {name: rate if isfinite(rate) else None for name, rate in stable.items()}
+        return print(json.dumps({**asdict(found), "largest_stable_rate": limits}))
+    settled = "" if found.converged else ", not settled: kinks of the loss may hide its curvature"
     out.print(f"largest eigenvalue {found.eigenvalue:.4g} (after {found.products} products{settled})")
     for name, rate in stable.items():
         out.print(f"largest stable rate with {name}: {rate:.3g}")
@@ -214,8 +218,9 @@ def sweep(
     """Train with several settings, side by side: one table and one figure. The same command again resumes it."""
     from samestep.tuning import sweep as module
 
-    check(png, as_json, as_csv)
-    seeds, at_once = whole("", "--seeds", seeds, 1), whole("", "--at-once", at_once or min(cores(), MOST), 1)
+    check(png, as_json, as_csv, True)
+    seeds = whole("", "--seeds", seeds, 1)
+    at_once = whole("", "--at-once", min(cores(), MOST) if at_once is None else at_once, 1)
     given = {"batch_size": batch_size, "max_epochs": epochs, "schedule": lr}
     base = module.Base.of(*own_fit(context, script, model, backend, {n: v for n, v in given.items() if v is not None}))
     tried = module.settings(of, values, base)

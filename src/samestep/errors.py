@@ -6,9 +6,13 @@ An error that explains another stands alone (`from None`): what matters of the o
 """
 
 import os
+import re
 import types
 
 PYTHON = os.path.dirname(os.__file__)  # the standard library
+# What frameworks say when memory has run out, and of how much was asked for.
+FULL = re.compile("(?i)out of memory|resource_?exhausted|can't allocate memory|allocate .*memory|OOM when allocating")
+ASKED = re.compile(r"(?<=allocate |locating )[\d.]+ ?\w+|(?<=shape)\[.*?\]")
 # TensorFlow runs a copy of a user's function, from a file that is gone.
 INSTALLED = ("site-packages", "dist-packages", "__autograph_generated_file")
 
@@ -98,6 +102,17 @@ class NotDeterministic(SamestepError, RuntimeError):
 
 class OutOfMemory(SamestepError, MemoryError):
     """A device has no memory left."""
+
+
+def out_of_memory(error: Exception) -> OutOfMemory | None:
+    """samestep's error for one of a framework's, if that says that memory has run out."""
+    text = str(error)
+    if not (isinstance(error, MemoryError) or FULL.search(text)):
+        return None
+    asked, gpu = ASKED.search(text), re.search(r"GPU (\d+)", text)
+    where, when = f"cuda:{gpu[1]}" if gpu else "the device", f" when {asked[0]} were asked for" if asked else ""
+    how = "raise shards (smaller shards need less), or lower the batch size"
+    return OutOfMemory(f"{where} ran out of memory{when}: {how}")
 
 
 class ReplicasDiffer(SamestepError, RuntimeError):

@@ -12,7 +12,6 @@ the other slots zero: after the tree every replica knows every shard's loss, exa
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -26,26 +25,25 @@ from samestep.backends.losses import Losses, Measure
 from samestep.backends.losses import Shape as Shape
 from samestep.backends.workers import Workers
 from samestep.devices import Device, host_memory
-from samestep.errors import Invalid, OutOfMemory, WrongType
+from samestep.errors import Invalid, WrongType, out_of_memory
 from samestep.fingerprint import of_vectors
 from samestep.shards import Span
 from samestep.signals import heard
 from samestep.trees import Tree
 
 if TYPE_CHECKING:
+    from samestep.backends.steps import Steps
     from samestep.backends.updaters import Clip, Updater
     from samestep.data.feed import Batch
     from samestep.processes.place import Place
     from samestep.processes.world import World
+    from samestep.training.replicas import Replicas
     from samestep.training.step import ReplicaSums
 
 Array = Any  # an array of the framework
 Model = Any  # a model of the framework
 Vector = Any  # a flat vector of the framework
 Task = Callable[[], Any]
-# What frameworks say when memory has run out, and of how much was asked for.
-FULL = re.compile("(?i)out of memory|resource_?exhausted|can't allocate memory|allocate .*memory|OOM when allocating")
-ASKED = re.compile(r"(?<=allocate |locating )[\d.]+ ?\w+|(?<=shape)\[.*?\]")
 
 
 class Replica(ABC):
@@ -356,13 +354,7 @@ class Backend(Losses):
 
     def explain(self, error: Exception) -> Exception | None:
         """samestep's error for one of the framework's, if it has a known remedy."""
-        text = str(error)
-        if not (isinstance(error, MemoryError) or FULL.search(text)):
-            return None
-        asked, gpu = ASKED.search(text), re.search(r"GPU (\d+)", text)
-        where, when = f"cuda:{gpu[1]}" if gpu else "the device", f" when {asked[0]} were asked for" if asked else ""
-        how = "raise shards (smaller shards need less), or lower the batch size"
-        return OutOfMemory(f"{where} ran out of memory{when}: {how}")
+        return out_of_memory(error)
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         """The processes of this run; `timeout` is how many seconds one may take to answer."""
@@ -394,6 +386,10 @@ class Backend(Losses):
     @abstractmethod
     def updater(self, optimizer: Any, replica: Any, clip: Clip) -> Updater:
         """An updater for the framework's own optimizer, or for a function that makes one from parameters."""
+
+    def steps(self, group: Replicas) -> Steps | None:
+        """What makes several steps of a group in one call; None: they are made one by one."""
+        return None
 
     def rates(self, scheduler: Any, n: int, unit: str = "step") -> list[float]:
         """The first n rates of a scheduler of the framework, which counts steps or epochs, and is left as it was."""

@@ -69,6 +69,7 @@ class Averager:
         self.average, self.replica = average, replica
         self.total = 0.0  # how much all that was averaged so far counts
         self.vectors: list[Any] = []
+        self.wanted = average.kind != "none"
         scale = steps_per_epoch if average.unit == "epochs" else 1
         self._start, self._every = average.start * scale, average.every * scale
         if self._start > steps_per_epoch * max_epochs:

@@ -239,6 +239,10 @@ class Cadence:
             return True
         return bool(self.every) and step % self.every == 0
 
+    def left(self, step: int) -> int:
+        """How many updates may be made after `step` of them before a checkpoint may be due by their number."""
+        return self.every - step % self.every if self.every else MOST
+
 
 def parse(every: Any, name: str = "checkpoint_every") -> tuple[float, str]:
     """What a user writes as `checkpoint_every`, as a number of steps, epochs or seconds.

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from samestep.training.trainer import Trainer
 
 LIVE = 0.5  # seconds between two looks at the device's numbers when somebody watches; each look waits for the device
+FIRST = 8  # steps that are made at once before it is known how long one takes
 
 
 def copied(tensors: Tensors) -> Tensors:
@@ -119,6 +121,7 @@ class Fit:
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._maker = lambda tensors: backend.evaluating(first.model_of(tensors))
         self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
+        self.pace: float | None = None  # seconds a step, as last seen
         self.next: Pass | None = None  # of the next epoch: its examples are read ahead, too
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
@@ -255,27 +258,31 @@ class Fit:
         steps = len(self.batches)
         start = self.step - epoch * steps
         rates = self.rates.epoch(epoch)
-        pass_ = self.next or self.passing(epoch, start)
-        if not self.feed.resident and epoch + 1 < settings.max_epochs:
+        pass_, self.next, goes_on = self.next or self.passing(epoch, start), None, epoch + 1 < settings.max_epochs
+        if not self.feed.resident and goes_on:
             self.next = pass_.then = self.passing(epoch + 1)
         keys = draws.keys_from(settings.seed, self.step, settings.shards)
-        pending: list[tuple[Any, Any]] = []  # [losses | hits | more] and fingerprint of steps not yet fetched
-        looked = time.perf_counter()
-        for i, spans in enumerate(self.batches[start:], start):
+        pending: list[tuple[Any, Any]] = []  # [losses | hits | more] and fingerprints of steps not yet fetched
+        looked, i, from_ = time.perf_counter(), start, start
+        while i < steps:
             vote = self.world.vote(self.signals.number)
             self.averager.before(rates[i])
-            batch = Batch(pass_, spans, next(keys))
-            pass_.prepare(self.group.spans_here([spans]) if self.feed.here else [])
-            self.rehearsal(self.step, batch)
-            numbers = self.group.step(batch, rates[i], self.step)
-            self.step += 1
+            first = Batch(pass_, self.batches[i], next(keys))
+            self.rehearsal(self.step, first)  # it also says how far it is to its next check
+            n = self.stretch(pass_, i)
+            batches = [first, *(Batch(pass_, spans, next(keys)) for spans in self.batches[i + 1 : i + n])]
+            pass_.prepare(self.group.spans_here(self.batches[i : i + n]) if self.feed.here else [])
+            pending.append(self.group.steps(batches, rates[i : i + n], self.step))
+            i, self.step = i + n, self.step + n
             self.averager.after(self.step)
-            pending.append((numbers, self.group.replicas[0].fingerprint()))
-            stop, last = self.world.agreed(vote), i + 1 == steps
+            stop, last = self.world.agreed(vote), i == steps
             due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
+            if last and goes_on:
+                self.next = self.next or self.passing(epoch + 1)  # while the device still computes
             if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
-                self.table.append(self.look(pending, epoch, i + 1 - len(pending), rates))
-                pending, looked = [], time.perf_counter()
+                self.table.append(self.look(pending, epoch, from_, rates))
+                now, made = time.perf_counter(), i - from_
+                self.pace, looked, from_, pending = (now - looked) / made, now, i, []
             if due and not last:
                 self.save()
                 if stop:
@@ -310,6 +317,19 @@ class Fit:
         if stop == SIGTERM or (stop and self.step < self.last):
             self.stop(stop)
 
+    def stretch(self, pass_: Pass, i: int) -> int:
+        """How many steps, from step i of this epoch on, are made before anybody may stop them, look at them or check them."""
+        if self.world.size > 1 or self.averager.wanted:
+            return 1
+        most = FIRST if self.pace is None else max(1, int(LIVE / 2 / self.pace))
+        there = (
+            len(self.batches) - i,
+            self.group.most(pass_),
+            self.cadence.left(self.step),
+            self.rehearsal.left(self.step),
+        )
+        return min(most, *there)
+
     def passing(self, epoch: int, start: int = 0) -> Pass:
         """The examples of an epoch, from a step on."""
         order = draws.order(self.settings.seed, epoch, len(self.data.train), self.settings.sampling)
@@ -326,14 +346,16 @@ class Fit:
         if number == SIGTERM:
             raise SystemExit(128 + SIGTERM)
 
-    def look(self, pending: list[tuple[Any, Any]], epoch: int, start: int, rates: list[float]) -> np.ndarray[Any, Any]:
+    def look(
+        self, pending: Sequence[tuple[Any, Any]], epoch: int, start: int, rates: list[float]
+    ) -> np.ndarray[Any, Any]:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
         numbers = self.backend.fetch([numbers for numbers, _ in pending])
-        prints = self.backend.fetch([print_ for _, print_ in pending]).view(np.uint64)
-        table, shards = np.asarray(numbers, np.float64).reshape(len(pending), -1), self.settings.shards
+        prints = self.backend.fetch([prints for _, prints in pending]).view(np.uint64)
+        table, shards = np.asarray(numbers, np.float64).reshape(len(prints), -1), self.settings.shards
         first, losses, more = epoch * len(self.batches) + start, table[:, :shards], table[:, 2 * shards :]
         wrong = np.argwhere(~np.isfinite(table))
-        count = int(wrong[0][0]) if len(wrong) else len(pending)  # the finite steps before: the log keeps them
+        count = int(wrong[0][0]) if len(wrong) else len(table)  # the finite steps before: the log keeps them
         hexes = [f"{int(value):016x}" for value in prints[:count]]
         self.result.fingerprints += hexes
         if count:

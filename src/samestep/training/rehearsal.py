@@ -21,6 +21,7 @@ import numpy as np
 from samestep import draws
 from samestep.backends.losses import not_trained
 from samestep.backends.noise import Noise
+from samestep.checks import MOST
 from samestep.data.feed import Batch
 from samestep.errors import Invalid, NotRepeatable, SamestepError, Written, told
 from samestep.fingerprint import hashed
@@ -94,6 +95,13 @@ class Rehearsal:
             self.batch(step, batch)
         if self._every and self._is_chosen(step):
             self.shard(step, batch)
+
+    def left(self, step: int) -> int:
+        """How many steps may be made, from this one on, before the next one that may have to be checked."""
+        if not self._every:
+            return MOST
+        chosen = self._chosen[0] - step
+        return chosen if chosen > 0 else self._every - step % self._every
 
     def batch(self, step: int, batch: Batch) -> None:
         """Compute a batch twice, and compare."""

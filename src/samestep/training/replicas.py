@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from samestep import draws
 from samestep.backends.losses import SUM, WEIGHTED, Measure
 from samestep.backends.updaters import Clamp
-from samestep.data.feed import READ_AHEAD, Batch, Feed
+from samestep.data.feed import READ_AHEAD, Batch, Feed, Pass
 from samestep.errors import Invalid
 from samestep.optimizers.rules import Optimizer
 from samestep.optimizers.updating import FlatUpdater
@@ -32,6 +32,7 @@ from samestep.training.step import Step, StepAcross
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica, Vector
+    from samestep.backends.steps import Steps
     from samestep.backends.updaters import Updater
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
@@ -122,6 +123,23 @@ class Replicas:
         tasks = [task for replica, shards, sums in work for task in replica.tasks(batch, shards, sums)]
         # Tree and exchange: the sum over all shards, on every device.
         return step.totals(tasks)
+
+    @cached_property
+    def several(self) -> Steps | None:
+        """What makes several steps in one call, if the backend has that for this group."""
+        return self.backend.steps(self) if self.settings.capture else None
+
+    def most(self, pass_: Pass) -> int:
+        """How many steps over the examples of a pass `steps` may be asked for."""
+        return max(1, self.several.most(pass_)) if self.several else 1
+
+    def steps(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
+        """Make updates, the first after t updates. Returns their numbers, as `step` does, and their fingerprints."""
+        if self.several and self.several.most(batches[0].pass_):
+            with self.backend.explained():
+                return self.several(batches, rates, t)
+        (batch,), (lr,) = batches, rates
+        return self.step(batch, lr, t), self.replicas[0].fingerprint()
 
     def step(self, batch: Batch, lr: float, t: int) -> Vector:
         """Make the update after t updates. Returns [loss of each shard | hits of each shard | more], on a device."""

@@ -1,0 +1,31 @@
+"""Several steps in one call, where a backend can: then the device does not wait for Python between them.
+
+The bits are those of `Replicas.step`, one step after the other; nothing else may depend on which way was taken.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from samestep.data.feed import Batch, Pass
+
+Vector = Any  # a flat vector of the framework
+
+
+class Steps(ABC):
+    """Makes steps of one group of replicas."""
+
+    @abstractmethod
+    def most(self, pass_: Pass) -> int:
+        """How many steps over the examples of this pass one call may make; 0: none, they are made one by one."""
+
+    @abstractmethod
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
+        """Make these updates, the first of them after t updates, on all replicas of this process.
+
+        Returns two vectors on a device, without waiting for it: for each step what `Replicas.step` returns, and the
+        fingerprints of the first replica after each step.
+        """

@@ -856,8 +856,8 @@ def test_autocast_around_a_fit_is_refused() -> None:
     trainer = ss.Trainer(1, 4, shards=2, devices="cpu", progress=False)
     group = ss.Group(model, shards=2, devices="cpu")
     message = (
-        "autocast (cpu) around a fit reaches only some of its threads: use it in the model's forward, to set the precision "
-        "there (docs/coming-from.md)"
+        "autocast (cpu) around a fit reaches only some of its threads: use it in the model's forward or "
+        "Trainer(precision='bfloat16')"
     )
     with torch.autocast("cpu"):
         for call in (lambda: trainer.fit(model, batch), lambda: group.step(*batch)):

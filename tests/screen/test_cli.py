@@ -554,6 +554,38 @@ def test_quiet_for_a_script(samestep: Samestep, script: Callable[..., Path]) -> 
     assert samestep("train", script("progress=True"), "--quiet").err == ""
 
 
+def test_a_profile_of_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
+    plain, done = samestep("train", script(), "-q"), samestep("train", script(), "-q", "--profile", "--run-dir", "run")
+    assert json.loads(done.out)["fingerprint"] == json.loads(plain.out)["fingerprint"]
+    last = done.err.splitlines()[-1]
+    assert last == f"Open it at https://ui.perfetto.dev: {Path('run', 'profile.json')}"
+    assert any(event["name"] == "update" for event in json.loads(Path("run/profile.json").read_text())["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("no/trace.json", "profile: the folder no is not there: make it, or name another one"),
+        (".", "profile: . is a folder: name a file in it, such as profile.json"),
+        ("", "profile: . is a folder"),
+    ],
+)
+def test_a_profile_that_cannot_be_written_is_one_line(
+    profile: str, message: str, samestep: Samestep, script: Callable[..., Path]
+) -> None:
+    done = samestep("train", script(f"devices=1, profile={profile!r}"))
+    assert (done.status, done.out, len(done.err.splitlines())) == (2, "", 1)
+    assert message in done.err
+    assert written() == []
+
+
+def test_a_profile_of_the_built_in_job(samestep: Samestep) -> None:
+    done = samestep("train", *QUICK, "-q", "--profile", "--run-dir", "none")
+    assert done.status == 0
+    assert re.search(r"^fit +4 steps +[\d.]+ +[\d.]+ ms +100\.0% *$", done.err, re.MULTILINE)
+    assert written() == ["profile.json"]
+
+
 def test_arguments_of_a_script(samestep: Samestep, script: Callable[..., Path]) -> None:
     done = samestep("train", "--seed", 1, script(), "--devices", 2, "--", "--devices", "9", "-x", "data")
     told = json.loads(done.out)
@@ -999,7 +1031,7 @@ OPTIONS = {
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
         "-q", "--checkpoint-every", "--resume", "--processes", "--backend",
-        "--portable", "--accept",
+        "--portable", "--accept", "--profile",
     ],
     ("verify",): [
         "--backend", "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",

@@ -196,7 +196,7 @@ def test_a_shard_is_computed_by_its_device_and_the_next_one(
 ) -> None:
     rehearsal, here = rehearsal_of(Noting, replicas_of(3)), places[rank]
     theirs = json.dumps([{RESULT: f"{shard}"}] * len(places[1 - rank])).encode()
-    rehearsal.group.world = SimpleNamespace(rank=rank, collect=lambda text: [theirs, text])
+    rehearsal.group.world = SimpleNamespace(rank=rank, size=2, collect=lambda text: [theirs, text])
     rehearsal._chosen = 9, number
     rehearsal.shard(9, SimpleNamespace(spans=[None] * 4))
     assert rehearsal.noted == [([(i, shard) for i in here], False), (shard, here, f"at step 9, on {on}")]

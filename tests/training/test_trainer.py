@@ -307,7 +307,7 @@ def test_what_a_trainer_is_without_any_setting():
         "keep_checkpoints": 3, "resume": "auto", "progress": None, "threads_per_shard": 1, "loss": None,
         "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
         "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
-        "metrics": {}, "monitor": None, "mode": "min", "patience": None, "lr": None, "unit": "step",
+        "metrics": {}, "monitor": None, "mode": "min", "patience": None, "lr": None, "unit": "step", "profile": None,
     }  # fmt: skip
 
 

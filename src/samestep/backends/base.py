@@ -23,6 +23,7 @@ from samestep.backends.calling import Style
 from samestep.backends.layout import Layout, Numbers, Tensors
 from samestep.backends.losses import Losses, Measure
 from samestep.backends.losses import Shape as Shape
+from samestep.backends.making import Making
 from samestep.backends.workers import Workers
 from samestep.devices import Device, host_memory
 from samestep.errors import Invalid, WrongType, out_of_memory
@@ -124,8 +125,8 @@ class Replica(ABC):
     def fingerprint(self) -> Vector:
         """64 bits of all vectors, by integer arithmetic, left on the device: one number, or two of 32 bits."""
 
-    def digest(self, vector: Vector) -> Numbers:
-        """64 bits of a vector that a shard gave, on the host."""
+    def digest(self, vector: Vector) -> Vector:
+        """64 bits of a vector that a shard gave, on the device or on the host."""
         return of_vectors([self.backend.get(vector)])
 
     def release(self) -> None:  # noqa: B027
@@ -211,6 +212,7 @@ class Backend(Losses):
 
     portable = False  # whether the run that goes on is to have the same bits on every CPU
     state: Sequence[str] = ()  # patterns: the names of frozen parameters that may be written to in this run
+    making = Making()  # how the shards of this run are computed
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -298,6 +300,10 @@ class Backend(Losses):
     def clip(self, vector: Vector, limit: float) -> Vector:
         """The vector, scaled down to norm `limit` if it is longer, without waiting for the device."""
 
+    def scalar(self, value: float, device: Device) -> Any:
+        """A number that changes from step to step, as it meets vectors of a device."""
+        return value
+
     def clamp(self, vector: Vector, limit: float) -> Vector:
         """The vector, each number of it between -limit and limit."""
         return vector.clip(-limit, limit)
@@ -318,6 +324,10 @@ class Backend(Losses):
 
         Of a run that travels from CPU to CPU, only what must be the same on all of them.
         """
+
+    def check_making(self, devices: Sequence[Device]) -> None:
+        """Refuse what `making` asks for and the framework or the devices do not have."""
+        self.making.only_of_pytorch(self.name)
 
     @abstractmethod
     def require_portable(self) -> None:
@@ -386,6 +396,10 @@ class Backend(Losses):
     @abstractmethod
     def updater(self, optimizer: Any, replica: Any, clip: Clip) -> Updater:
         """An updater for the framework's own optimizer, or for a function that makes one from parameters."""
+
+    def profiler(self, devices: Sequence[Device]) -> AbstractContextManager[list[dict[str, Any]]] | None:
+        """What watches devices for a profile while it is entered, and in the end fills a list with events of a trace."""
+        return None
 
     def steps(self, group: Replicas) -> Steps | None:
         """What makes several steps of a group in one call; None: they are made one by one."""

@@ -29,3 +29,6 @@ class Steps(ABC):
         Returns two vectors on a device, without waiting for it: for each step what `Replicas.step` returns, and the
         fingerprints of the first replica after each step.
         """
+
+    def release(self) -> None:  # noqa: B027
+        """Free what only making steps needs."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from samestep import trees
 from samestep.backends.losses import IGNORED, part
+from samestep.backends.times import timed, timed_as
 from samestep.data.convert import PADDING, both, labels, named, narrowed, numbers
 from samestep.data.examples import Arrays
 from samestep.data.readers import NAME, Workers
@@ -103,6 +104,7 @@ class Feed:
             return several
         return readers
 
+    @timed_as("data")
     def read(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tree, Tree]:
         """x and y of these examples, read by a worker if there are any."""
         if self._workers is None:
@@ -139,7 +141,7 @@ class Pass:
 
     def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span], epoch: int) -> None:
         self.feed, self.order, self.spans, self.epoch = feed, order, list(spans), epoch
-        self._order_on = {device: feed.backend.index(order, device) for device in feed.resident}
+        self.order_on = {device: feed.backend.index(order, device) for device in feed.resident}
         self._ahead: dict[Span, Future[tuple[Tree, Tree]]] = {}
         self._prepared: dict[Span, tuple[Tree, Tree]] = {}
         self._next = 0
@@ -157,6 +159,7 @@ class Pass:
         new.prepare([span])
         return new
 
+    @timed_as("data")
     def read(self, span: Span) -> tuple[Tree, Tree]:
         """The examples of one shard on the host, read by this thread."""
         return self.feed.examples.read(self.order[slice(*span)], self.feed.seed, self.epoch)
@@ -165,7 +168,7 @@ class Pass:
         """The examples of one shard, on a device."""
         backend = self.feed.backend
         if self.feed.resident:
-            index = self._order_on[device][span[0] : span[1]]
+            index = self.order_on[device][span[0] : span[1]]
             return both(lambda array: backend.take(array, index), *self.feed.resident[device])
         read = self._prepared.pop(span) if self.feed.here else self._read(span)
         # A copy, even on the CPU: memory that the framework allocated is aligned alike for every shard and run.
@@ -202,4 +205,5 @@ class Batch:
 
     def shard(self, shard: int, device: Device) -> tuple[Any, Any]:
         """The examples of one shard, on a device."""
-        return self.pass_.shard(self.spans[shard], device)
+        with timed("data", shard=shard):
+            return self.pass_.shard(self.spans[shard], device)

@@ -100,6 +100,13 @@ class FlatUpdater(Updater):
         if self._on_host and is_ours(self.optimizer):
             if number := self.on_host(over):
                 self._follow_in_memory(x, total, number, lr, t)
+        elif is_ours(self.optimizer):
+            backend, device = self.replica.backend, self.replica.device
+            rate, made = backend.scalar(lr, device), backend.scalar(t, device)
+            x, new = self._update(x, self.state, total, over, rate, made, z)
+            if device.kind == "cuda":  # a recorded step knows where they are
+                new = {name: backend.assign(old, new[name]) for name, old in self.state.items()}
+            self.state = new
         else:
             x, self.state = self._update(x, self.state, total, over, lr, t, z)
         self.replica.assign(x)

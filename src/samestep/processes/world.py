@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from samestep.backends.times import timed_as
 from samestep.errors import ProcessFailed
 
 TRANSPORT = "SAMESTEP_TRANSPORT"  # how PyTorch's vectors travel, to overrule the choice: gloo or nccl
@@ -103,6 +104,7 @@ class World(abc.ABC):
         mine, theirs = np.array([stop], np.uint8), {rank: np.zeros(1, np.uint8) for rank in self.others}
         return [mine, *theirs.values()], self._tell(mine, theirs)
 
+    @timed_as("exchange")
     def agreed(self, vote: tuple[list[Bytes], Works]) -> int:
         """The signal by which anybody was told to stop; 0: nobody was. SIGTERM is above SIGINT. This waits."""
         votes, works = vote

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.backends.times import timed_as
 from samestep.checks import MOST, show, whole
 from samestep.errors import Invalid, WrongType
 
@@ -187,6 +188,7 @@ class Writer:
         copies = {name: np.array(tensor) for name, tensor in tensors.items()}
         self._tasks[self._thread.submit(self._write, about, copies)] = judged
 
+    @timed_as("checkpoints")
     def flush(self) -> None:
         """Wait until everything is on the disk."""
         for task in self._tasks:
@@ -195,6 +197,7 @@ class Writer:
     def close(self) -> None:
         self._thread.shutdown()  # it first writes what waits
 
+    @timed_as("checkpoints")
     def _write(self, about: dict[str, Any], tensors: Tensors) -> None:
         path = path_of(self.folder, about["step"])
         try:

@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from samestep.backends.times import timed_as
 from samestep.errors import Invalid
 from samestep.runs import checkpoint
 from samestep.runs.checkpoint import Checkpoint, Tensors, Writer
@@ -207,6 +208,7 @@ class RunFolder:
             checkpoint.sync_folder(self.path)
             self._synced = True
 
+    @timed_as("checkpoints")
     def weights(self, tensors: Tensors, name: str = "weights.safetensors") -> None:
         with self._writing():
             checkpoint.write(self.path / name, [plain(tensors)])

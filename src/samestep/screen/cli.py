@@ -86,6 +86,7 @@ def train(
     checkpoint_every: Annotated[str | None, option("Steps, or a text such as '1 epoch' or '30 s'  [1 epoch]")] = None,
     resume: Annotated[str | None, option("auto, never, or a checkpoint or run folder to resume from  [auto]")] = None,
     processes: Annotated[int | None, option("Number of processes on this machine  [1]")] = None,
+    profile: Annotated[bool, option("Show where a step's time goes (docs/speed.md)", "--profile")] = False,
     quiet: Annotated[bool, option("No progress", "--quiet", "-q")] = False,
 ) -> None:
     """Train a model on Fashion-MNIST on every device here, or run your own SCRIPT with these settings.
@@ -103,7 +104,7 @@ def train(
         "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
         "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
         "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
-        "portable": portable or None, "accept": accept,
+        "portable": portable or None, "accept": accept, "profile": profile or None,
     }  # fmt: skip
     os.environ[COMMAND] = shlex.join(["samestep", *sys.argv[1:]])
     if portable:

@@ -20,6 +20,7 @@ import numpy as np
 from samestep import draws, fingerprint
 from samestep.backends.base import Backend
 from samestep.backends.losses import MEAN
+from samestep.backends.times import timed, timed_as
 from samestep.data.examples import Data
 from samestep.data.feed import Batch, Feed, Pass
 from samestep.devices import Device
@@ -35,6 +36,7 @@ from samestep.schedules.rates import Rates, doubt
 from samestep.shards import cut_pass, tree_sum
 from samestep.signals import Signals, heard
 from samestep.training.measuring import checked, measured
+from samestep.training.profile import Profile
 from samestep.training.progress import show
 from samestep.training.recipe import recipe
 from samestep.training.rehearsal import Rehearsal
@@ -126,7 +128,7 @@ class Fit:
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
         self.cadence = Cadence(settings.checkpoint_every, steps)
-        self.rehearsal = Rehearsal(self)
+        self.rehearsal, self.profile = Rehearsal(self), Profile(self)
         self.folder: RunFolder | None = None
         self.start: Event = {
             "event": "start", "time": time.time(), "devices": self.result.devices, "processes": world.size,
@@ -139,6 +141,7 @@ class Fit:
         settings, first, failed = self.settings, self.world.rank == 0, True
         display = show(settings.progress) if first else None
         try:
+            self.profile.begin()
             if first and settings.run_dir is not None:
                 self.folder = RunFolder(
                     settings.run_dir, self.result.recipe, settings.resume, settings.keep_checkpoints, self.last, settings.accept
@@ -156,7 +159,7 @@ class Fit:
                 raise SystemExit(128 + SIGTERM)
         finally:
             self.close_feeds()
-            for closing in (display, self.group):
+            for closing in (display, self.group, self.profile):
                 if closing:
                     closing.close()
             self.group.replicas[0].release()  # the run keeps this replica, for its model
@@ -197,6 +200,7 @@ class Fit:
         if "log:numbers" in found.tensors:
             self.table.append(found.tensors["log:numbers"].reshape(-1, self.group.replicas[0].numbers))
 
+    @timed_as("checkpoints")
     def save(self) -> None:
         """Write a checkpoint in another thread. This waits only for a copy of the tensors."""
         if not self.folder:
@@ -265,6 +269,7 @@ class Fit:
         pending: list[tuple[Any, Any]] = []  # [losses | hits | more] and fingerprints of steps not yet fetched
         looked, i, from_ = time.perf_counter(), start, start
         while i < steps:
+            self.profile.at(self.step)
             vote = self.world.vote(self.signals.number)
             self.averager.before(rates[i])
             first = Batch(pass_, self.batches[i], next(keys))
@@ -327,9 +332,11 @@ class Fit:
             self.group.most(pass_),
             self.cadence.left(self.step),
             self.rehearsal.left(self.step),
+            self.profile.left(self.step),
         )
         return min(most, *there)
 
+    @timed_as("data")
     def passing(self, epoch: int, start: int = 0) -> Pass:
         """The examples of an epoch, from a step on."""
         order = draws.order(self.settings.seed, epoch, len(self.data.train), self.settings.sampling)
@@ -350,8 +357,10 @@ class Fit:
         self, pending: Sequence[tuple[Any, Any]], epoch: int, start: int, rates: list[float]
     ) -> np.ndarray[Any, Any]:
         """Fetch the numbers of some steps from the device, all at once: the one place where training waits."""
-        numbers = self.backend.fetch([numbers for numbers, _ in pending])
-        prints = self.backend.fetch([prints for _, prints in pending]).view(np.uint64)
+        with timed("looking"):
+            numbers = self.backend.fetch([numbers for numbers, _ in pending])
+            prints = self.backend.fetch([prints for _, prints in pending]).view(np.uint64)
+            self.rehearsal.settle()
         table, shards = np.asarray(numbers, np.float64).reshape(len(prints), -1), self.settings.shards
         first, losses, more = epoch * len(self.batches) + start, table[:, :shards], table[:, 2 * shards :]
         wrong = np.argwhere(~np.isfinite(table))

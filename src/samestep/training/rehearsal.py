@@ -15,12 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
 from samestep import draws
 from samestep.backends.losses import not_trained
 from samestep.backends.noise import Noise
+from samestep.backends.times import timed_as
 from samestep.checks import MOST
 from samestep.data.feed import Batch
 from samestep.errors import Invalid, NotRepeatable, SamestepError, Written, told
@@ -48,17 +50,26 @@ COMPUTED = (
 
 @dataclass(frozen=True)
 class Watched(Batch):
-    """A batch that keeps hashes of the examples that it gives."""
+    """A batch that keeps the examples that it gives, and hashes them when it is asked to."""
 
-    seen: Hashes = field(default_factory=dict)
+    seen: dict[int, list[Any]] = field(default_factory=dict)  # the arrays of a shard
 
     def shard(self, shard: int, device: Device) -> tuple[Any, Any]:
         x, y = super().shard(shard, device)
-        feed, indices = self.pass_.feed, self.pass_.order[slice(*self.spans[shard])].tolist()
-        arrays = map(feed.backend.get, leaves(x) if y is x else leaves((x, y)))
-        for index, *row in zip(indices, *arrays, strict=True):
-            self.seen[f"example {index} of {feed.examples.name}"] = hashed(*row)
+        self.seen[shard] = leaves(x) if y is x else leaves((x, y))
         return x, y
+
+    def hashes(self) -> Hashes:
+        """A checksum of every example; 32 bits are enough to see a difference, and quick."""
+        found, feed = Hashes(), self.pass_.feed
+        for shard, arrays in self.seen.items():
+            sums = np.zeros(len(arrays[0]), np.int64).tolist()
+            for array in map(feed.backend.get, arrays):
+                rows = np.ascontiguousarray(array).reshape(len(array), array[0].size).view(np.uint8)
+                sums = [crc32(row, before) for row, before in zip(rows, sums, strict=True)]
+            indices = self.pass_.order[slice(*self.spans[shard])].tolist()
+            found |= {f"example {index} of {feed.examples.name}": f"{one:x}" for index, one in zip(indices, sums, strict=True)}
+        return found
 
 
 class Between:
@@ -86,8 +97,10 @@ class Rehearsal:
         every = settings.check_every if settings.deterministic else None
         self._every = Cadence(every, len(fit.batches)).every  # in each window of so many steps, one is checked; 0: none
         self._moves = False  # whether a trained weight has a gradient
+        self._unsettled: Callable[[], None] = lambda: None
         self._chosen = -1, 0  # the step to be checked in the window that goes on, and a number that chooses the shard
 
+    @timed_as("checks")
     def __call__(self, step: int, batch: Batch) -> None:
         """Before a step: check what is to be checked now."""
         if self._wanted:
@@ -151,10 +164,22 @@ class Rehearsal:
         owner = next(i for i, (lo, hi) in enumerate(cut(len(batch.spans), group.size)) if lo <= shard < hi)
         places, (lo, hi) = [owner, (owner + 1) % group.size], group.processes[group.world.rank]
         here = [i - lo for i in places if lo <= i < hi]
+        on, and_on = [self.fit.result.devices[i] for i in places]
+        when = f"at step {step}, on {on} and on {and_on}"
+        if group.world.size == 1 and group.most(batch.pass_) > 1 and not group.backend.workers.there:
+            # The device need not wait for what the host compares.
+            launched = [self._launch(group.replicas[i], shard, self._watched(batch, shard)) for i in here]
+            self._unsettled = lambda: self._compare(*(one() for one in launched), batch, shard, here, when)
+            return
         mine = self._computed(batch, [(i, shard) for i in here])
         one, other = [row for text in group.world.collect(json.dumps(mine).encode()) for row in json.loads(text)]
-        on, and_on = [self.fit.result.devices[i] for i in places]
-        self._compare(one, other, batch, shard, here, f"at step {step}, on {on} and on {and_on}")
+        self._compare(one, other, batch, shard, here, when)
+
+    @timed_as("checks")
+    def settle(self) -> None:
+        """Compare what was computed twice and not yet compared; called where the fit waits for the device anyway."""
+        unsettled, self._unsettled = self._unsettled, lambda: None
+        unsettled()
 
     def _is_chosen(self, step: int) -> bool:
         start = step - step % self._every
@@ -193,12 +218,18 @@ class Rehearsal:
         if len(set(traces)) > 1:
             raise NotRepeatable(f"the model or the loss is another program when it is traced again; {COMPUTED}")
 
+    @timed_as("compute")
     def _compute(self, replica: Replica, shard: int, batch: Watched) -> Hashes:
+        return self._launch(replica, shard, batch)()
+
+    def _launch(self, replica: Replica, shard: int, batch: Watched) -> Callable[[], Hashes]:
+        """Compute a shard; returns what gives the hashes, and may wait for the device."""
         get, vector = replica.backend.get, replica.single(batch, shard)
         if not self._moves:  # a shard of weight zero cannot tell
             zero = self.group.weighted and not get(vector)[-replica.measure.more]
             self._moves = zero or bool(get(vector)[: replica.layouts[0].size].any())
-        return {**batch.seen, RESULT: hashed(replica.digest(vector))}
+        digest = replica.digest(vector)
+        return lambda: {**batch.hashes(), RESULT: hashed(get(digest))}
 
     def _watched(self, batch: Batch, shard: int) -> Watched:
         return Watched(batch.pass_.again(batch.spans[shard]), batch.spans, batch.keys)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from samestep import draws
 from samestep.backends.losses import SUM, WEIGHTED, Measure
+from samestep.backends.times import each_timed, timed, timed_as
 from samestep.backends.updaters import Clamp
 from samestep.data.feed import READ_AHEAD, Batch, Feed, Pass
 from samestep.errors import Invalid
@@ -74,7 +75,7 @@ class Replicas:
             need = f"{world.size} processes with {self.size} devices in all need at least {self.size} shards"
             raise Invalid(f"{need}, got shards={shards}: raise shards or use fewer")
         self._kind_of_step = Step if world.size == 1 else StepAcross
-        self._numbers = backend.compiled(Last(self.replicas[0].numbers))
+        self.numbers = backend.compiled(Last(self.replicas[0].numbers))
         self._weight = backend.compiled(Last(measure.more, 1))
 
     @cached_property
@@ -91,7 +92,8 @@ class Replicas:
     @cached_property
     def updaters(self) -> list[Updater]:
         """Made on first use: an evaluation needs none, and its model may not be the optimizer's."""
-        settings, optimizer, alone = self.settings, self.settings.optimizer, len(self.replicas) == 1
+        settings, optimizer = self.settings, self.settings.optimizer
+        alone = len(self.replicas) == 1 and not settings.compile  # compiled code must be the same for any number of them
         limit = settings.gradient_clip_val
         clip = Clamp(limit) if limit and settings.gradient_clip_algorithm == "value" else limit
         if isinstance(optimizer, Optimizer):
@@ -136,21 +138,28 @@ class Replicas:
     def steps(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
         """Make updates, the first after t updates. Returns their numbers, as `step` does, and their fingerprints."""
         if self.several and self.several.most(batches[0].pass_):
-            with self.backend.explained():
+            with self.backend.explained(), timed("steps", steps=len(batches)):
                 return self.several(batches, rates, t)
         (batch,), (lr,) = batches, rates
         return self.step(batch, lr, t), self.replicas[0].fingerprint()
 
+    @timed_as("step")
     def step(self, batch: Batch, lr: float, t: int) -> Vector:
         """Make the update after t updates. Returns [loss of each shard | hits of each shard | more], on a device."""
-        totals = self.sums(batch)
+        return self.updated(self.sums(batch), batch.examples, lr, t)
+
+    def updated(self, totals: Sequence[Vector], examples: int, lr: float, t: int) -> Vector:
+        """Update every replica from the sum over all shards. Returns the numbers of the step."""
         # Update: the same on every replica.
         z = self._noise(t)
-        self.backend.map([partial(self._update, i, total, batch.examples, lr, t, z) for i, total in enumerate(totals)])
+        tasks = [partial(self.update, i, total, examples, lr, t, z) for i, total in enumerate(totals)]
+        with timed("update"):
+            self.backend.map(each_timed("update", tasks))
         # Numbers: a copy, so that the rest of the vector can be freed.
-        return self.backend.concat([self._numbers(totals[0])])
+        return self.backend.concat([self.numbers(totals[0])])
 
-    def _update(self, i: int, total: Vector, examples: int, lr: float, t: int, z: Any) -> None:
+    def update(self, i: int, total: Vector, examples: int, lr: Any, t: Any, z: Any) -> None:
+        """Update replica i."""
         replica, backend = self.replicas[i], self.backend
         z = None if z is None else backend.put(z, replica.device)
         over = self._over(total, examples)
@@ -178,6 +187,7 @@ class Replicas:
             z[gap] = 0  # padding is in no checkpoint, so it must stay zero
         return z
 
+    @timed_as("evaluation")
     def evaluate(self, feed: Feed, classes: int | None) -> dict[str, float | None]:
         """Loss, accuracy and metrics over all examples of a feed, each counted once. All devices share the work. This waits."""
         n, settings = len(feed.examples), self.settings
@@ -195,7 +205,7 @@ class Replicas:
         for start in range(0, len(work), most):
             piece = work[start : start + most]
             pass_.prepare([spans[shard] for _, shard in piece])
-            rows += self.backend.map([partial(compute, *place) for place in piece])
+            rows += self.backend.map(each_timed("compute", [partial(compute, *place) for place in piece]))
         home = self.replicas[0].device
         mine: Any = self.backend.fetch([self.backend.put(row, home) for row in rows]) if rows else []
         everybody = self.world.collect(np.asarray(mine, np.float64).tobytes())
@@ -214,6 +224,7 @@ class Replicas:
             found[name] = total / weight if weight else None
         return found
 
+    @timed_as("checks")
     def fingerprints(self) -> list[int]:
         """The fingerprint of every replica of the group. This waits."""
         values = self.backend.map([replica.fingerprint for replica in self.replicas])
@@ -221,4 +232,6 @@ class Replicas:
         return [int(value) for value in np.frombuffer(b"".join(self.world.collect(mine)), np.uint64)]
 
     def close(self) -> None:
+        if several := self.__dict__.pop("several", None):  # it was made
+            several.release()
         self.sender.shutdown(wait=False, cancel_futures=True)

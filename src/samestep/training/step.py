@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from samestep.backends.times import each_timed, timed
 from samestep.processes.exchange import exchange
 from samestep.shards import Fold, Span
 
@@ -44,10 +45,12 @@ class Step:
     def totals(self, tasks: Sequence[Callable[[], Any]]) -> list[Vector]:
         """Run the tasks that compute the shards. Returns the sum over all shards, on the device of each replica."""
         group = self.group
-        group.backend.map(tasks)
+        with timed("compute"):
+            group.backend.map(each_timed("compute", tasks))
         devices = [replica.device for replica in group.replicas]
         held = [fold.parts for sums in self.sums for fold in sums.folds]
-        return exchange(group.backend, held, self.n, devices, group.replicas[0].size)
+        with timed("exchange"):
+            return exchange(group.backend, held, self.n, devices, group.replicas[0].size)
 
 
 class StepAcross(Step):
@@ -76,12 +79,14 @@ class StepAcross(Step):
         group = self.group
         sending = group.sender.submit(self._send)
         try:
-            group.backend.map(tasks)
+            with timed("compute"):
+                group.backend.map(each_timed("compute", tasks))
         except BaseException:
             self._failed = True  # bands that are not ready will not come
             self._all_ready()
             raise
-        total = sending.result()  # waits for the other processes
+        with timed("exchange"):
+            total = sending.result()  # waits for the other processes
         return [group.across.put(total, replica.device) for replica in group.replicas]
 
     def _send(self) -> Vector:
@@ -92,7 +97,8 @@ class StepAcross(Step):
             if self._failed:
                 break
             parts = {span: part for sums in self.sums for span, part in sums.folds[band].parts.items()}
-            total = across.sum(parts, held, self.n, lo, hi)
+            with timed("exchange", band=band):
+                total = across.sum(parts, held, self.n, lo, hi)
         return total
 
     def _all_ready(self) -> None:

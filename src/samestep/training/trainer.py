@@ -18,6 +18,7 @@ from samestep.backends.arrays import get
 from samestep.backends.base import Array, Backend, Model
 from samestep.backends.find import check_mixed, frameworks_of, of_array, of_model
 from samestep.backends.losses import PerShard
+from samestep.backends.making import FORMATS, PRECISIONS, Making
 from samestep.checks import MOST, choice, flag, show, texts, whole
 from samestep.data.convert import named
 from samestep.data.examples import Arrays, Data
@@ -39,6 +40,7 @@ from samestep.schedules.rates import RateLike, check_schedule, rate
 from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
 from samestep.training.measuring import check_metrics, checked, measured
+from samestep.training.profile import check_profile
 from samestep.training.replicas import Replicas
 from samestep.trees import Tree, mapped
 
@@ -72,12 +74,17 @@ class Trainer:
     patience           stop early, after so many epochs in a row that were not better in that column; None: never
     resume             "auto": resume if run_dir holds a checkpoint of this recipe; False: never; or a path to resume from
     progress           False: show none. Else a bar in a terminal or a notebook, and one line an epoch anywhere else
+    profile            a file, or True for profile.json in the run folder: show where a step's time goes (docs/speed.md)
     threads_per_shard  threads of arithmetic for each shard on the CPU
     loss               loss(output, y): one value per example, their mean, or (sum, weight); None: softmax cross-entropy, or
                        the model's own output.loss (docs/losses.md)
     metrics            {name: function of (output, y) that returns (sum, weight)}: in the history as train_name and test_name
     sampling           "without_replacement", "with_replacement" or "in_order"
-    capture            on GPUs, record the computation of a shard once and replay it: faster, same bits
+    precision          of products: "float32", "tf32" (GPUs) or "bfloat16" (PyTorch's autocast); weights and sums stay float32
+    memory_format      "channels_last": images and the weights of convolutions lie that way in memory (PyTorch)
+    compile            compile shards and update with torch.compile: often faster, and other bits than without
+    streams            how many shards a GPU computes at once, which costs memory and decides no bit; None: as many as help
+    capture            record steps or shards once and replay them: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
     rehearse           compute the first batch twice before the first update, and stop if its bits differ
     check_every        a number of steps or epochs: this often, one shard is computed twice, and its bits compared; None: never
@@ -111,10 +118,15 @@ class Trainer:
     patience: int | None = None
     resume: str | os.PathLike[str] | bool = "auto"
     progress: bool | None = None
+    profile: str | os.PathLike[str] | bool | None = None
     threads_per_shard: int = 1
     loss: Callable[[Any, Any], Any] | PerShard | None = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     sampling: str = "without_replacement"
+    precision: str = "float32"
+    memory_format: str = "contiguous"
+    compile: bool = False
+    streams: int | None = None
     capture: bool = True
     deterministic: bool = True
     rehearse: bool = True
@@ -145,9 +157,12 @@ class Trainer:
             self.devices = self.num_gpus or "cpu"
         for name in ("max_epochs", "batch_size", "shards", "threads_per_shard", "keep_checkpoints"):
             setattr(self, name, whole("", name, getattr(self, name), 1, 2**20 if name == "shards" else MOST))
-        for name in ("progress", "capture", "deterministic", "portable", "rehearse"):
+        for name in ("progress", "capture", "deterministic", "portable", "rehearse", "compile"):
             if getattr(self, name) is not None or name not in ("progress", "portable"):
                 setattr(self, name, flag("", name, getattr(self, name)))
+        choice("", "precision", self.precision, PRECISIONS)
+        choice("", "memory_format", self.memory_format, FORMATS)
+        self.streams = None if self.streams is None else whole("", "streams", self.streams, 1)
         self.seed = whole("", "seed", self.seed, most=2**64 - 1)
         uncalled = any(self.optimizer is made for made in (sgd, adam, adamw, adagrad, sgld))  # without its ()
         theirs = frameworks_of(self.optimizer) or callable(self.optimizer)
@@ -184,6 +199,7 @@ class Trainer:
         if not set(self.accept) <= ACCEPT.keys():
             raise Invalid(f"accept takes {', '.join(ACCEPT)}, got {show(self.accept)}")
         check_metrics(self.metrics)
+        check_profile(self.profile, self.run_dir)
         self.patience = None if self.patience is None else whole("", "patience", self.patience, 1)
         if not isinstance(self.monitor, (str, type(None))) or self.mode not in ("min", "max"):
             raise Invalid(
@@ -249,6 +265,8 @@ class Trainer:
         here = place.find()
         devices = resolve(self.devices, self.shards, backend, here)
         backend.state = self.state
+        backend.making = Making(self.precision, self.memory_format, self.compile, self.streams)
+        backend.check_making(devices)
         backend.portable = bool(self.portable) and devices[0].kind == "cpu"
         if backend.portable:
             backend.require_portable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -21,6 +21,7 @@ from samestep.backends.jax.adapters import LinenAdapter, adapt, drawn
 from samestep.backends.jax.clients import CLIENTS, computing, cpus, gpus
 from samestep.backends.jax.content import content
 from samestep.backends.jax.replica import JaxReplica
+from samestep.backends.jax.steps import Compiled, JaxSteps, can_launch
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.layout import Numbers
 from samestep.backends.losses import IGNORED, Measure, Shape, check_examples, check_weights, class_axis, not_trained
@@ -31,6 +32,10 @@ from samestep.errors import Invalid
 from samestep.processes.place import Place
 from samestep.processes.world import World
 from samestep.trees import Tree, mapped
+
+if TYPE_CHECKING:
+    from samestep.backends.steps import Steps
+    from samestep.training.replicas import Replicas
 
 rows = jax.jit(lambda array, index: jnp.take(array, index, axis=0, mode="clip"))
 clipped = jax.jit(lambda vector, limit: vector * (limit / jnp.maximum(jnp.sqrt((vector * vector).sum()), limit)))
@@ -140,13 +145,7 @@ class JaxBackend(Backend):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        program = jax.jit(function)
-
-        def call(*args: Any) -> Any:
-            with jax.enable_x64(True):  # numbers stay float64 until they meet a vector, as they would without compiling
-                return program(*args)
-
-        return call
+        return Compiled(function)
 
     # A run
 
@@ -216,6 +215,9 @@ class JaxBackend(Backend):
 
     def updater(self, optimizer: Any, replica: JaxReplica, clip: Any) -> JaxUpdater:
         return JaxUpdater(optimizer, replica, clip)
+
+    def steps(self, group: Replicas) -> Steps | None:
+        return JaxSteps(group) if can_launch(group) else None
 
     def world(self, place: Place, timeout: float, devices: Sequence[Device]) -> World:
         count = global_state.num_processes

@@ -6,13 +6,14 @@ All replicas of a model share its program; a replica has the vectors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from samestep.backends.base import Backend
 from samestep.backends.calling import spread
@@ -29,15 +30,42 @@ Vector = Any
 State = tuple[Vector, ...]
 
 
-def jitted(method: Callable[..., Any], **options: Any) -> Any:
-    """A method of a program, compiled on first use."""
-    # On a GPU: kernels with one order of additions, and the same ones in every run, whatever a stopwatch says.
-    gpu = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+# On a GPU: kernels with one order of additions, and the same ones in every run, whatever a stopwatch says.
+GPU = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
 
-    def compiled(program: Program) -> Any:
-        return jax.jit(partial(method, program), compiler_options=gpu if program.kind == "cuda" else None, **options)
+
+barrier = jax.lax.optimization_barrier  # on a GPU; for CPUs, XLA drops it before it fuses operations
+
+
+def jitted(method: Callable[..., Any], more: Mapping[str, Any] = {}, **options: Any) -> Any:
+    """A method of a program, compiled on first use; `more` are options of XLA on a GPU."""
+
+    def compiled(program: Any) -> Any:
+        gpu = {**GPU, **more} if program.kind == "cuda" else None
+        return jax.jit(partial(method, program), compiler_options=gpu, **options)
 
     return functools.cached_property(compiled)
+
+
+def taken(arrays: Tree, index: Array) -> Tree:
+    """These rows of arrays."""
+    return mapped(lambda array: jnp.take(array, index, axis=0, mode="clip"), arrays)
+
+
+def apart(
+    function: Callable[..., Any], *given: Any, like: Sequence[Any] | None = None, wide: bool | None = None
+) -> Any:
+    """What a function gives inside a larger program, with the bits of a program of its own.
+
+    XLA must not see where its arguments come from, nor where its results go. It is traced with arguments of the types of
+    `like`, and wide says whether there are 64 bits then.
+    """
+    with jax.enable_x64(jax.config.jax_enable_x64 if wide is None else wide):
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*(given if like is None else like))
+    leaves = zip(jax.tree.leaves(given), jaxpr.in_avals, strict=True)
+    given = barrier([jax.lax.convert_element_type(leaf, aval.dtype) for leaf, aval in leaves])
+    found = barrier(jaxpr_as_fun(jaxpr)(*given))
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
 @dataclass(frozen=True)
@@ -51,6 +79,12 @@ class Program:
     state: FlatTree
     shards: int
     kind: str  # of device
+
+    @property
+    def size(self) -> int:
+        """The length of what a shard gives."""
+        size = sum(layout.size for tree in (self.params, self.state) for layout in tree.layouts)
+        return size + 2 * self.shards + self.measure.more
 
     def shard(
         self, parameters: Vector, state: State, x: Tree, y: Tree, key: Array, shard: Array, train: bool = True
@@ -95,14 +129,10 @@ class Program:
         """
 
         def turn(i: Array, rows: Array) -> Array:
-            # The barrier: what computes with the examples must not see what they were taken from.
-            taken = mapped(lambda array: jnp.take(array, index[i], axis=0, mode="clip"), [x, y])
-            here, labels = jax.lax.optimization_barrier(taken)
-            return rows.at[i].set(self.shard(parameters, state, here, labels, keys[i], first + i))
+            row = apart(self.shard, parameters, state, *taken([x, y], index[i]), keys[i], first + i)
+            return jax.lax.dynamic_update_index_in_dim(rows, row, i, 0)
 
-        size = sum(layout.size for tree in (self.params, self.state) for layout in tree.layouts)
-        size += 2 * self.shards + self.measure.more
-        return jax.lax.fori_loop(0, n, turn, jnp.zeros((self.shards, size), parameters.dtype))
+        return jax.lax.fori_loop(0, n, turn, jnp.zeros((self.shards, self.size), parameters.dtype))
 
     @partial(jitted, static_argnums=(0, 1, 2, 3))
     def partial_sums(self, lo: int, hi: int, n: int, counts: tuple[int, ...], results: Sequence[Array]) -> list[Vector]:

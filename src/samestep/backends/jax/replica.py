@@ -113,7 +113,7 @@ class JaxReplica(Replica):
         padded = np.zeros((self.shards, size), np.int32)
         padded[:count] = index
         words = np.zeros((self.shards, 2), np.uint32)
-        words[:count] = [halves(key, np.uint32) for key in keys]
+        words[:count] = in_words(keys)
         given = self._parameters, self.state, x, y, padded, words
         return self.program.gradients(*given, np.int32(first), np.int32(count))
 
@@ -144,3 +144,9 @@ class JaxReplica(Replica):
     def model_of(self, tensors: Tensors) -> Any:
         params, state = jax.device_put([tree.filled(tensors) for tree in self.trees], self._native)
         return self._adapter.model(params, state)
+
+
+def in_words(keys: Any) -> Numbers:
+    """Many keys at once, as `halves` has each of them."""
+    numbers = np.array(keys, np.uint64)
+    return np.stack([numbers >> np.uint64(32), numbers & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)

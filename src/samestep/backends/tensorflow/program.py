@@ -42,7 +42,6 @@ class Program:
         return result
 
     def _function(self, kind: str, x: Tree, y: Tree) -> Compiled:
-        self.example = spread(mapped(lambda array: array[:1], x), self.measure.style)
         key: tuple[Any, ...] = (kind, *((array.shape[1:], array.dtype) for array in leaves((x, y))))
         if key not in self._functions and kind not in self._by_size:
             try:
@@ -57,6 +56,7 @@ class Program:
 
     def _compiled(self, kind: str, x: Tree, y: Tree, examples: int | None) -> Compiled:
         """One graph for any number of examples if `examples` is None. Kernels see the shard's own shape in either case."""
+        self.example = spread(mapped(lambda array: array[:1], x), self.measure.style)
         vectors = [tf.TensorSpec((layout.size,), layout.dtype) for layout in self.layouts]
         pieces = [Piece(variable, i, lo, hi) for i, group in enumerate([self._trained, *self._state])
                   for variable, (lo, hi) in zip(group, self.layouts[i].spans, strict=True)]  # fmt: skip

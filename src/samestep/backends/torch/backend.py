@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shutil
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,21 +31,39 @@ from samestep.backends.losses import (
     not_floats,
 )  # fmt: skip
 from samestep.backends.replacing import replaced
-from samestep.backends.torch import kernels, numerics
+from samestep.backends.torch import kernels, numerics, precision
 from samestep.backends.torch.content import content
 from samestep.backends.torch.flat import on_host
 from samestep.backends.torch.losses import rows, weighted
 from samestep.backends.torch.replica import TorchReplica
 from samestep.backends.torch.scheduler import read
+from samestep.backends.torch.steps import TorchSteps
 from samestep.backends.torch.updater import TorchUpdater
 from samestep.devices import Device, cpu, gpu, host_memory
 from samestep.errors import Invalid, NotBuilt, NotDeterministic, WrongType
+from samestep.optimizers.updating import Update
 from samestep.processes.place import Place
 from samestep.processes.world import World
 from samestep.trees import Tree, mapped
 
+if TYPE_CHECKING:
+    from samestep.backends.steps import Steps
+    from samestep.training.replicas import Replicas
+
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@functools.cache
+def _sending(device: Device) -> torch.cuda.Stream:
+    """The stream of a GPU on which examples come to it."""
+    return torch.cuda.Stream(str(device))
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, compiled; equal ones are compiled once."""
+    return torch.compile(lambda *given: function(*given), dynamic=False)
 
 
 class TorchBackend(Backend):
@@ -93,10 +113,24 @@ class TorchBackend(Backend):
 
     def copy(self, array: Any, device: Device, gradient: bool = False) -> Any:
         self.require(device)
-        new = torch.as_tensor(array).detach().to(str(device), copy=True)
+        given = torch.as_tensor(array).detach()
+        new = (
+            self._sent(given, device)
+            if device.kind == "cuda" and not given.is_cuda
+            else given.to(str(device), copy=True)
+        )
         if gradient:
             new.requires_grad_()
             new.grad = torch.zeros_like(new)
+        return new
+
+    def _sent(self, given: torch.Tensor, device: Device) -> torch.Tensor:
+        """A copy on a GPU. It travels on a stream of its own, beside what the GPU computes, and the host does not wait."""
+        sending, current = _sending(device), torch.cuda.current_stream(str(device))
+        with torch.cuda.stream(sending):
+            new = given.pin_memory().to(str(device), non_blocking=True)
+        current.wait_stream(sending)
+        new.record_stream(current)
         return new
 
     def assign(self, array: Any, value: Any) -> Any:
@@ -120,11 +154,29 @@ class TorchBackend(Backend):
     def zeros_like(self, vector: Any) -> Any:
         return torch.zeros_like(vector)
 
+    def scalar(self, value: Any, device: Device) -> Any:
+        # On a GPU a recorded step reads it there; compiled code would be made anew for another number of Python's.
+        if isinstance(value, torch.Tensor) or not (device.kind == "cuda" or self.making.compile):
+            return value
+        return torch.full((), value, dtype=torch.float64, device=str(device))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled(function) if self.making.compile and isinstance(function, Update) else function
+
     def clip(self, vector: Any, limit: float) -> Any:
         norm = (vector * vector).sum().sqrt()
         return vector * (limit / norm.clamp(min=limit))
 
     # A run
+
+    def check_making(self, devices: Sequence[Device]) -> None:
+        making, kinds = self.making, {device.kind for device in devices}
+        if making.precision == "tf32" and kinds != {"cuda"}:
+            raise Invalid("precision='tf32' is a mode of GPUs: use 'float32' or 'bfloat16' on the CPU")
+        if making.compile and self.portable:
+            raise Invalid("portable: torch.compile writes kernels for this CPU: leave compile out")
+        if making.compile and "cpu" in kinds and not shutil.which(os.environ.get("CXX", "g++")):
+            raise Invalid("compile=True needs a C++ compiler on the CPU (g++, or $CXX): install one, or leave it out")
 
     require_portable, content = staticmethod(numerics.require_portable), staticmethod(content)
     numerics = staticmethod(numerics.found)
@@ -139,8 +191,10 @@ class TorchBackend(Backend):
     @contextmanager
     def _settings(self, devices: Sequence[Device], deterministic: bool, threads: int) -> Iterator[None]:
         if found := numerics.modes_around():
-            why = ", to set the precision there (docs/coming-from.md)" * ("autocast" in found)
-            raise Invalid(f"{found} around a fit reaches only some of its threads: use it in the model's forward{why}")
+            instead = " or Trainer(precision='bfloat16')" * ("autocast" in found)
+            raise Invalid(
+                f"{found} around a fit reaches only some of its threads: use it in the model's forward{instead}"
+            )
         cudnn, threads_before, mkldnn = torch.backends.cudnn, torch.get_num_threads(), torch._C._get_mkldnn_enabled()
         before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         flags = [(cudnn, "benchmark", False), (cudnn, "deterministic", deterministic),
@@ -154,6 +208,7 @@ class TorchBackend(Backend):
             for context in (
                 replaced(flags), torch.random.fork_rng([d.index for d in devices if d.kind == "cuda"]),
                 torch.inference_mode(False), torch.enable_grad(), nullcontext() if home else torch.device("cpu"),
+                precision.of(self.making.precision), precision.compiling() if self.making.compile else nullcontext(),
                 kernels.of_every_cpu() if self.portable else nullcontext(), warnings.catch_warnings(),
             ):  # fmt: skip
                 stack.enter_context(context)
@@ -163,6 +218,7 @@ class TorchBackend(Backend):
                 torch.set_num_threads(1 if self.workers.there else threads)
             # Weights are views of one vector, which cuDNN would lay out in another way.
             warnings.filterwarnings("ignore", "RNN module weights are not part")
+            warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `precision` says so
             yield
 
     # Models
@@ -205,6 +261,9 @@ class TorchBackend(Backend):
         with self.explained():
             return TorchReplica(self, model, measure, device, shards, capture)
 
+    def steps(self, group: Replicas) -> Steps | None:
+        return TorchSteps.of(group)
+
     def updater(self, optimizer: Any, replica: TorchReplica, clip: Any) -> TorchUpdater:
         return TorchUpdater(optimizer, replica, clip)
 
@@ -215,6 +274,11 @@ class TorchBackend(Backend):
         from samestep.processes.torch import join
 
         return join(place, timeout, devices, self.get)
+
+    def profiler(self, devices: Sequence[Device]) -> AbstractContextManager[list[dict[str, Any]]]:
+        from samestep.backends.torch.profile import watching
+
+        return watching(devices)
 
     # Losses
 

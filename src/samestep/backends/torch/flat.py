@@ -20,9 +20,11 @@ class TorchLayout(Layout):
     orders: tuple[tuple[int, ...], ...] = ()  # of the dimensions of each tensor, from the slowest to the fastest
 
     @staticmethod
-    def of(names: Sequence[str], tensors: Sequence[Tensor]) -> TorchLayout:
+    def of(names: Sequence[str], tensors: Sequence[Tensor], channels_last: bool = False) -> TorchLayout:
         orders = []
         for tensor in tensors:
+            if channels_last and tensor.ndim == 4:
+                tensor = tensor.to(memory_format=torch.channels_last)
             order = tuple(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
             orders.append(order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim)))
         first, shapes = tensors[0], tuple(tuple(tensor.shape) for tensor in tensors)
@@ -52,9 +54,9 @@ class Flat:
         self.views = [torch.view_as_complex(view) for view in views] if pairs else views
 
     @staticmethod
-    def of(names: Sequence[str], tensors: Sequence[Tensor], device: torch.device) -> Flat:
+    def of(names: Sequence[str], tensors: Sequence[Tensor], device: torch.device, channels_last: bool = False) -> Flat:
         reals = [torch.view_as_real(t.contiguous()) for t in tensors] if tensors[0].is_complex() else tensors
-        layout = TorchLayout.of(names, reals)
+        layout = TorchLayout.of(names, reals, channels_last)
         vector = torch.zeros(layout.size, dtype=reals[0].dtype, device=device)
         flat = Flat(layout, vector, pairs=tensors[0].is_complex())
         for view, tensor in zip(flat.views, tensors, strict=True):

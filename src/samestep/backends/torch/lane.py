@@ -6,7 +6,9 @@ one replica side by side without disturbing each other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +17,42 @@ from torch import Tensor
 
 from samestep.backends.calling import spread
 from samestep.backends.losses import Losses, Measure, PerShard
+from samestep.backends.making import Making
 from samestep.backends.torch.flat import Flat
 from samestep.errors import Invalid, Written
-from samestep.trees import Tree
+from samestep.trees import Tree, mapped
 
 OPTIMIZER = "only the optimizer may do that, also in evaluation (nn.Embedding(max_norm=...) does it, too)"
 
 
+def forward(model: torch.nn.Module, measure: Measure, x: Tree) -> Any:
+    given, named = spread(x, measure.style)
+    return model(*given, **named)
+
+
+def numbers_of(model: torch.nn.Module, measure: Measure, by: Losses, x: Tree, y: Tree) -> list[Tensor]:
+    """The loss, the hits and what else is measured of some examples."""
+    return by.measured(measure, forward(model, measure, x), y)
+
+
+@functools.cache
+def compiled() -> Any:
+    """That function, compiled; one for all lanes, as what was compiled for one of them fits the others."""
+    return torch.compile(numbers_of, dynamic=False)
+
+
 class Lane:
     def __init__(
-        self, module: torch.nn.ModuleDict, measure: Measure, buffers: list[Flat], tensors: dict[str, Tensor]
+        self,
+        module: torch.nn.ModuleDict,
+        measure: Measure,
+        buffers: list[Flat],
+        tensors: dict[str, Tensor],
+        making: Making,
     ) -> None:
         """`module`: the model, and the loss if it is a module; `tensors`: its parameters and buffers by name."""
-        self.module, self.buffers = module, buffers
+        self.module, self.buffers, self.making = module, buffers, making
+        self._numbers = compiled() if making.compile else numbers_of
         loss = module._modules.get("loss", measure.function)
         self.measure = replace(measure, loss=PerShard(loss) if isinstance(measure.loss, PerShard) else loss)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -40,15 +65,22 @@ class Lane:
         self._fixed = [(name, t, t.data_ptr(), -1 if t.requires_grad else t._version) for name, t in fixed]
 
     def forward(self, x: Tree) -> Any:
-        given, named = spread(x, self.measure.style)
-        return self.module["model"](*given, **named)
+        return forward(self.module["model"], self.measure, self._laid_out(x))
+
+    def _laid_out(self, x: Tree) -> Tree:
+        """Examples with their channels last, if that is how images are to lie."""
+        if self.making.memory_format == "contiguous":
+            return x
+        return mapped(lambda a: a.contiguous(memory_format=torch.channels_last) if a.ndim == 4 else a, x)
 
     def run(self, x: Tree, y: Tree, start: Sequence[Flat], by: Losses) -> list[Tensor]:
         """The loss, the hits and what else is measured of some examples, with a state that starts from these vectors."""
         for own, first in zip(self.buffers, start, strict=True):
             own.vector.copy_(first.vector)
         version = self.parameters[0]._version  # of all: they are views of one vector
-        numbers = by.measured(self.measure, self.forward(x), y)
+        bfloat16 = self.making.precision == "bfloat16"
+        with torch.autocast(self.parameters[0].device.type, torch.bfloat16) if bfloat16 else nullcontext():
+            numbers = self._numbers(self.module["model"], self.measure, by, self._laid_out(x), y)
         self._settle()
         self._check_fixed(self.parameters[0]._version != version)
         return numbers

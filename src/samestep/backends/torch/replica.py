@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.backends.base import Replica, Task
 from samestep.backends.lanes import Lanes
-from samestep.backends.layout import ALIGN, Numbers, Tensors, bands_of
+from samestep.backends.layout import ALIGN, Tensors, bands_of
 from samestep.backends.losses import leaves
 from samestep.backends.names import kept_among
 from samestep.backends.torch.bands import Bands, watched
@@ -25,6 +25,8 @@ from samestep.backends.torch.flat import Flat, from_host, on_host
 from samestep.backends.torch.lane import Lane
 from samestep.backends.torch.noise import TorchNoise, seed_gpu
 from samestep.backends.torch.recorder import Recorder, keeps_state
+from samestep.backends.torch.traced import Traced
+from samestep.backends.workers import cores
 from samestep.devices import Device
 from samestep.shards import Span
 from samestep.trees import Tree, length
@@ -46,6 +48,7 @@ class TorchReplica(Replica):
         losses = {"loss": self.measure.function} if isinstance(self.measure.function, torch.nn.Module) else {}
         self._model = whole = torch.nn.ModuleDict({"model": model} | losses)
         self._native = torch.device(str(device))
+        self._making, last = backend.making, backend.making.memory_format == "channels_last"
         self.side_by_side = device.kind == "cpu" and not any(hasattr(m, "_orig_mod") for m in model.modules())
         with torch.no_grad():
             named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False)]
@@ -58,8 +61,8 @@ class TorchReplica(Replica):
             for tensor in {id(t): t for t in [*model.buffers(), *declared.values()]}.values():
                 if id(tensor) in known:
                     state.setdefault(tensor.dtype, []).append(tensor)
-            self.weights = Flat.of(list(trained), list(trained.values()), self._native)
-            self.state = [Flat.of([known[id(t)] for t in group], group, self._native) for group in state.values()]
+            self.weights = Flat.of(list(trained), list(trained.values()), self._native, last)
+            self.state = [Flat.of([known[id(t)] for t in group], group, self._native, last) for group in state.values()]
             # Original tensor → ours. What is neither trained nor state never changes: one copy serves all lanes.
             originals = [*trained.values(), *(tensor for group in state.values() for tensor in group)]
             views = [view for flat in [self.weights, *self.state] for view in flat.views]
@@ -72,7 +75,8 @@ class TorchReplica(Replica):
         self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.weights.vector.dtype, device=self._native)
         self.lane = Lanes(self._new_lane)
         self._noise, self._fingerprint = TorchNoise(), VectorFingerprint(self.vectors)
-        self._recorder = Recorder(capture and not keeps_state(model))
+        self._recorder, self.keeps_state = Recorder(capture and not keeps_state(model)), keeps_state(model)
+        self._traced = Traced(self, model, capture and self.side_by_side and not self._making.compile)
         self._bands = bands_of(self.weights.layout, self.size)
 
     @property
@@ -100,8 +104,14 @@ class TorchReplica(Replica):
         return [theirs.get(id(p), f"of shape {tuple(p.shape)}") for p in used if id(p) not in ours], []
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
-        if len(sums.bands) == 1:
-            return super().tasks(batch, shards, sums)
+        left = iter(shards)
+
+        def whole() -> None:
+            for shard in left:
+                sums.add((shard, shard + 1), self._traced(*batch.shard(shard, self.device), batch.keys[shard], shard))
+
+        if len(sums.bands) == 1:  # a task for each thread, not for each shard: to hand one over takes time
+            return [whole] * min(len(shards), cores())
 
         def compute(shard: int) -> None:
             lane, span = self.lane(training=True), (shard, shard + 1)
@@ -113,10 +123,18 @@ class TorchReplica(Replica):
 
         return [partial(compute, shard) for shard in shards]
 
+    def drawn(self, lane: Lane, x: Tree, y: Tree, shard: int) -> Tensor:
+        """The vector of a shard, with noise from wherever the GPU's generator is."""
+        pieces, numbers = self._compute(lane, x, y, None, shard)
+        return torch.cat([*pieces, *numbers])
+
     def _compute(
-        self, lane: Lane, x: Tree, y: Tree, key: int, shard: int, bands: Bands | None = None
+        self, lane: Lane, x: Tree, y: Tree, key: int | None, shard: int, bands: Bands | None = None
     ) -> tuple[Pieces, list[Tensor]]:
-        """The pieces of a shard's vector: gradients (unless `bands` gets them) and changes; then losses, hits and more."""
+        """The pieces of a shard's vector: gradients (unless `bands` gets them) and changes; then losses, hits and more.
+
+        Without a key, the GPU's generator is left as it is.
+        """
         more = self.measure.more
 
         def forward(x: Tree, y: Tree) -> list[Tensor]:
@@ -136,28 +154,21 @@ class TorchReplica(Replica):
                 numbers = [loss.detach().view(1), *(number.to(dtype).view(1) for number in others)]
                 return (*vector, *numbers)
 
-        given = self._with_noise(x, y, key, forward, backward, 2 + more, record=bands is None)
+        given = self._with_noise(x, y, key, forward, backward)
         pieces, (loss, right, *others) = given[: -2 - more], given[-2 - more :]
         before, after = self._zeros[:shard], self._zeros[: self.shards - 1 - shard]
         return pieces, [before, loss, after, before, right, after, *others]
 
     def _with_noise(
-        self, x: Tree, y: Tree, key: int, forward: Callable[..., Any], backward: Callable[..., Pieces], numbers: int,
-        record: bool,
-    ) -> Pieces:  # fmt: skip
-        """backward(forward(x, y)), with noise drawn from the key; on a GPU, recorded once and replayed."""
-
-        def all_of_it(x: Tree, y: Tree) -> Pieces:
-            pieces = backward(forward(x, y))
-            return torch.cat(pieces[:-numbers]), *pieces[-numbers:]
-
-        if self._native.type != "cuda":
+        self, x: Tree, y: Tree, key: int | None, forward: Callable[..., Any], backward: Callable[..., Pieces]
+    ) -> Pieces:
+        """backward(forward(x, y)), with noise drawn from the key."""
+        if self._native.type != "cuda" and key is not None:
             return self._noise.compute(key, lambda: forward(x, y), backward)
-        with torch.cuda.device(self._native):
-            seed = partial(seed_gpu, key, self._native)
-            recorded = self._recorder.find(all_of_it, x, y, seed) if record else None
-            seed()
-            return recorded(x, y) if recorded else backward(forward(x, y))
+        with torch.cuda.device(self._native) if self._native.type == "cuda" else nullcontext():
+            if key is not None:
+                seed_gpu(key, self._native)
+            return backward(forward(x, y))
 
     def _laid_out(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         layout, vector = self.weights.layout, []
@@ -168,14 +179,17 @@ class TorchReplica(Replica):
     def evaluate(self, x: Tree, y: Tree, key: int) -> Tensor:
         lane = self.lane(training=False)
 
-        def forward() -> Tensor:
+        def forward(x: Tree, y: Tree) -> Tensor:
             return torch.stack([number.double() for number in lane.run(x, y, self.state, self.backend)])
 
         with torch.no_grad():
-            if self._native.type == "cuda":
-                seed_gpu(key, self._native)
-                return forward()
-            return self._noise.compute(key, forward, lambda result: result)
+            if self._native.type != "cuda":
+                return self._noise.compute(key, lambda: forward(x, y), lambda result: result)
+            with torch.cuda.device(self._native):
+                seed = partial(seed_gpu, key, self._native)
+                recorded = self._recorder.find(forward, x, y, seed)
+                seed()
+                return recorded(x, y).clone() if recorded else forward(x, y)
 
     # The update
 
@@ -185,8 +199,8 @@ class TorchReplica(Replica):
     def fingerprint(self) -> Tensor:
         return self._fingerprint()
 
-    def digest(self, vector: Tensor) -> Numbers:
-        return self.backend.get(VectorFingerprint([vector])())
+    def digest(self, vector: Tensor) -> Tensor:
+        return VectorFingerprint([vector])()
 
     def leaves(self) -> dict[int, torch.nn.Parameter]:
         """The user's trained parameters, by id → parameters that are views of this replica's vector."""
@@ -219,6 +233,10 @@ class TorchReplica(Replica):
 
     # Lanes
 
+    def lanes(self, count: int) -> list[Lane]:
+        """Lanes for shards that a GPU computes at once. Without state one serves them all."""
+        return [self._new_lane() for _ in range(count)] if self.state else [self._new_lane()] * count
+
     @torch.no_grad()
     def _new_lane(self) -> Lane:
         buffers = [flat.twin() for flat in self.state]
@@ -229,7 +247,8 @@ class TorchReplica(Replica):
             if not part.training:
                 part.train()
         named = [*module.named_parameters(), *module.named_buffers()]
-        return Lane(module, self.measure, buffers, {name.removeprefix("model."): tensor for name, tensor in named})
+        tensors = {name.removeprefix("model."): tensor for name, tensor in named}
+        return Lane(module, self.measure, buffers, tensors, self._making)
 
     def _copy(self, tensors: dict[int, Tensor]) -> torch.nn.ModuleDict:
         """A copy of the user's modules with the given tensors instead of their own."""
@@ -242,4 +261,4 @@ class TorchReplica(Replica):
 
     def release(self) -> None:
         self.lane.clear()
-        self._recorder = Recorder(wanted=False)
+        self._recorder, self._traced = Recorder(wanted=False), Traced(self, self._model, wanted=False)

@@ -1,0 +1,153 @@
+"""Time per step on the CPU: samestep beside plain loops, Lightning and Accelerate, and two cores beside one, in one run.
+
+    PYTHONPATH=folder-of-the-peers python benchmarks/cpu.py [--models lenet,mlp] [--rounds 7] [--only samestep,plain]
+
+LeNet and an MLP (784, 256, 10), batch 256, SGD. All keep loss and accuracy of the epoch. The peers are those of speed.py; a
+package that is missing is told, and left out. samestep's figure is that of a whole epoch of a fit, the second one, with
+metrics, fingerprints, checks and the order of examples in it. Every round runs all of them once, in turn, the plain loop
+first; a ratio is to the plain loop of the same round, and the figures are medians, with the lowest and the highest ratio: a
+machine that others use too is slow for all or for none. "one core" is a fit on one of the cores that this process has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import speed
+import torch
+from machine import keep, machine, table
+
+import samestep as ss
+
+WAYS: dict[str, dict[str, Any]] = {
+    "samestep, 1 shard": {"shards": 1},
+    "samestep, 8 shards": {"shards": 8},
+    "samestep, 8 shards, not recorded": {"shards": 8, "capture": False},
+    "samestep, 8 shards, one core": {"shards": 8, "cores": 1},
+    "samestep, 8 shards, 2 devices": {"shards": 8, "devices": ["cpu", "cpu"]},
+    "samestep, 8 shards, channels last": {"shards": 8, "memory_format": "channels_last"},
+    "samestep, 8 shards, channels last, one core": {"shards": 8, "memory_format": "channels_last", "cores": 1},
+    "samestep, 8 shards, compiled": {"shards": 8, "compile": True},
+}
+PEERS = "plain loop", "plain loop, channels last", "Lightning", "Accelerate"
+PAIRS = (  # what is compared with what
+    ("8 shards / 1 shard", "samestep, 8 shards", "samestep, 1 shard"),
+    ("2 cores against 1", "samestep, 8 shards, one core", "samestep, 8 shards"),
+    (
+        "2 cores against 1, channels last",
+        "samestep, 8 shards, channels last, one core",
+        "samestep, 8 shards, channels last",
+    ),
+    ("Lightning / 8 shards", "Lightning", "samestep, 8 shards"),
+    ("Lightning / 8 shards, channels last", "Lightning", "samestep, 8 shards, channels last"),
+    ("Accelerate / 8 shards, channels last", "Accelerate", "samestep, 8 shards, channels last"),
+)
+
+
+@contextmanager
+def on(cores: int | None) -> Iterator[None]:
+    """So many of this process's cores, for this thread and those that it starts."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[:cores])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def ours(case: speed.Case, data: ss.Data, cores: int | None = None, **settings: Any) -> float:
+    """Milliseconds a step over the second epoch of a fit."""
+    threads = len(os.sched_getaffinity(0)) if settings["shards"] == 1 else 1
+    given = {"max_epochs": 2, "devices": "cpu", "schedule": case.rate, "threads_per_shard": threads, "progress": False}
+    with on(cores):
+        run = ss.Trainer(**{**given, "batch_size": case.batch, **settings}).fit(case.make(), data)
+    return run.history[-1]["seconds"] / case.steps * 1e3
+
+
+def ways(case: speed.Case, only: list[str]) -> dict[str, Callable[[], float]]:
+    """By name: what gives the milliseconds of a step."""
+    numbers, known = case.examples(), {one.name for one in fields(ss.Trainer)} | {"cores"}
+    x, y = map(torch.from_numpy, numbers)
+    found: dict[str, Callable[[], float]] = {}
+    peers, data = speed.peers(case, x, y, "float32"), ss.Data(train=numbers)
+    for name in PEERS:
+        if name in peers and (name == PEERS[0] or any(word in name for word in only)):
+            try:
+                if name in ("Lightning", "Accelerate"):
+                    importlib.import_module(name.lower())
+                peer = peers[name]()
+                found[name] = lambda peer=peer: statistics.mean(peer())
+            except ImportError as error:
+                print(f"{name} is left out: {error}; install it into a folder, and name that in PYTHONPATH")
+    for name, settings in WAYS.items():
+        if missing := settings.keys() - known:
+            print(f"{name!r} is left out: this Trainer has no {', '.join(missing)}")
+        elif any(word in name for word in only) and (case.images or "memory_format" not in settings):
+            found[name] = partial(ours, case, data, **settings)
+    return found
+
+
+def measure(case: speed.Case, rounds: int, only: list[str]) -> list[dict[str, Any]]:
+    found = ways(case, only)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for i in range(rounds + 1):
+        for name, work in list(found.items()):
+            try:
+                ms = work()
+            except Exception as error:
+                print(f"{name} failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                found.pop(name), times.pop(name)
+                continue
+            if i:  # the first time, much is set up
+                times[name].append(ms)
+    rows = []
+    for name, mine in times.items():
+        ratios = [a / b for a, b in zip(mine, times[PEERS[0]], strict=True)]
+        spread = {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+        rows.append({"model": case.name, "name": name, "ms": statistics.median(mine), "least": min(mine), **spread})
+    for what, upper, lower in PAIRS:
+        if upper in times and lower in times:
+            ratios = [a / b for a, b in zip(times[upper], times[lower], strict=True)]
+            spread = {"ratio": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+            rows.append({"model": case.name, "name": what, "ms": None, "least": None, **spread})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="lenet,mlp")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", help="parts of names, with commas between; the plain loop always runs")
+    options = parser.parse_args()
+    if torch.cuda.is_available():
+        raise SystemExit("this benchmark is for the CPU: hide the GPU with CUDA_VISIBLE_DEVICES=")
+    cases, began = speed.cases(tiny=False, cuda=False), time.perf_counter()
+    rows = [
+        row
+        for name in options.models.split(",")
+        for row in measure(cases[name], options.rounds, options.only.split(","))
+    ]
+    print(
+        f"{machine()['name']}, PyTorch {torch.__version__}, {options.rounds} rounds, {time.perf_counter() - began:.0f} s"
+    )
+
+    def cell(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
+
+    header = ["model", "", "ms/step", "least", "ratio", "lowest - highest"]
+    print(table(header, [[r["model"], r["name"], cell(r["ms"]), cell(r["least"]), cell(r["ratio"]),
+                          f"{r['low']:.2f} - {r['high']:.2f}"] for r in rows]))  # fmt: skip
+    keep("cpu", rows, rounds=options.rounds, load=os.getloadavg()[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Precision, memory format and compiling are part of the recipe: the same bits on any number of devices, and others without."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import samestep as ss
+from conformance import suite
+from samestep.errors import Invalid
+
+OTHERS = [{"precision": "tf32"}, {"precision": "bfloat16"}, {"memory_format": "channels_last"}, {"compile": True}]
+
+
+@pytest.mark.parametrize("settings", [*OTHERS, {"streams": 2}], ids=lambda given: next(iter(given)))
+def test_what_a_framework_does_not_have_is_refused(settings):
+    if suite.BACKEND == "torch":
+        pytest.skip("PyTorch has them")
+    with pytest.raises(
+        Invalid, match=f"^{next(iter(settings))}=.* is for PyTorch, and the model is of {suite.BACKEND}: "
+    ):
+        suite.fit("lenet", "cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "float16"}, {"memory_format": "nhwc"}, {"compile": "yes"}, {"streams": 0}]
+)
+def test_what_cannot_be_meant_is_refused(settings):
+    with pytest.raises((ValueError, TypeError), match=next(iter(settings))):
+        ss.Trainer(**settings)
+
+
+torch_only = pytest.mark.skipif(suite.BACKEND != "torch", reason="these settings are PyTorch's")
+
+
+@torch_only
+def test_tf32_needs_a_gpu():
+    with pytest.raises(Invalid, match="precision='tf32' is a mode of GPUs"):
+        suite.fit("lenet", "cpu", precision="tf32")
+
+
+@torch_only
+@pytest.mark.parametrize("model", ["lenet_modern", "resnet18"])
+def test_channels_last_is_the_same_on_any_number_of_devices(model):
+    one = suite.fit(model, "cpu", memory_format="channels_last")
+    for devices in (2, 3):
+        suite.same(one, suite.fit(model, ["cpu"] * devices, memory_format="channels_last"))
+    assert one.recipe["memory_format"] == "channels_last"
+    plain = suite.fit(model, "cpu")
+    assert "memory_format" not in plain.recipe
+    assert one.fingerprints != plain.fingerprints
+    assert {name: t.shape for name, t in one.weights().items()} == {
+        name: t.shape for name, t in plain.weights().items()
+    }
+
+
+@torch_only
+def test_weights_of_convolutions_lie_with_their_channels_last():
+    import torch
+
+    from samestep.backends.making import Making
+    from samestep.backends.torch.backend import TorchBackend
+    from samestep.devices import cpu
+
+    backend, conv = TorchBackend(), torch.nn.Conv2d(3, 8, 5)
+    for memory_format in ("contiguous", "channels_last"):
+        backend.making = Making(memory_format=memory_format)
+        weight = backend.replica(conv, None, cpu(), 1).weights.views[0]
+        assert weight.is_contiguous(memory_format=torch.channels_last) == (memory_format == "channels_last")
+        assert torch.equal(weight, conv.weight)
+
+
+@torch_only
+def test_the_user_s_settings_of_precision_decide_nothing_and_come_back():
+    import torch
+
+    one = suite.fit("lenet_modern", "cpu")
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("medium")  # products of bfloat16, where the CPU has them
+        torch.backends.cudnn.allow_tf32 = False
+        other = suite.fit("lenet_modern", "cpu")
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("medium", False)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+    suite.same(one, other)
+    assert one.recipe["numerics"]["settings"] == other.recipe["numerics"]["settings"]
+
+
+APART = """
+import sys
+from conformance import suite
+
+settings = {settings!r}
+one = suite.fit("lenet_modern", "cpu", **settings)
+suite.same(one, suite.fit("lenet_modern", ["cpu"] * 3, **settings))
+plain = suite.fit("lenet_modern", "cpu")
+print(one.recipe["precision"], one.recipe.get("compile"), one.fingerprints == plain.fingerprints)
+print({{str(t.dtype) for t in one.weights().values()}})
+"""
+
+
+def apart(settings):
+    """What a process of its own prints: oneDNN and the compiler read their variables when they start."""
+    env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", "-c", APART.format(settings=settings)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@torch_only
+def test_bfloat16_is_the_same_on_any_number_of_devices():
+    assert apart({"precision": "bfloat16"}) == ["bfloat16 None False", "{'float32'}"]
+
+
+@torch_only
+def test_compiled_shards_are_the_same_on_any_number_of_devices(tmp_path):
+    torch = pytest.importorskip("torch")
+    import shutil
+
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        with pytest.raises(Invalid, match="compile=True needs a C\\+\\+ compiler"):
+            suite.fit("lenet_modern", "cpu", compile=True)
+        return
+    assert torch.__version__
+    assert apart({"compile": True})[0].startswith("float32 True")
+
+
+@torch_only
+def test_portable_runs_are_not_compiled(monkeypatch):
+    from samestep.backends.making import Making
+    from samestep.backends.torch.backend import TorchBackend
+    from samestep.devices import cpu
+
+    backend = TorchBackend()
+    backend.making, backend.portable = Making(compile=True), True
+    with pytest.raises(Invalid, match="portable: torch.compile writes kernels for this CPU"):
+        backend.check_making([cpu()])

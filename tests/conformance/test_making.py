@@ -42,7 +42,7 @@ def test_tf32_needs_a_gpu():
 
 
 @torch_only
-@pytest.mark.parametrize("model", ["lenet_modern", "resnet18"])
+@pytest.mark.parametrize("model", ["lenet_modern", suite.NORMED])
 def test_channels_last_is_the_same_on_any_number_of_devices(model):
     one = suite.fit(model, "cpu", memory_format="channels_last")
     for devices in (2, 3):

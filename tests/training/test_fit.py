@@ -52,7 +52,7 @@ def looked_at(numbers: Any, **about: Any) -> tuple[Any, Any, Any]:
         backend=SimpleNamespace(fetch=np.concatenate), settings=SimpleNamespace(shards=2), batches=batches, emit=told.append,
         shape=SimpleNamespace(classes=3, dtype="float32"), result=SimpleNamespace(fingerprints=["before"]),
         measure=Measure(), warned=False, rates=SimpleNamespace(shown=lambda lr: as_written(lr, "float32")),
-        group=SimpleNamespace(weighted=False),
+        group=SimpleNamespace(weighted=False), rehearsal=SimpleNamespace(settle=lambda: None),
     )  # fmt: skip
     one.weights_of = lambda more: Fit.weights_of(one, more)
     vars(one).update(about)

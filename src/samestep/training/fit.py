@@ -5,8 +5,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import os
-import shlex
 import sys
 import time
 import warnings
@@ -26,7 +24,6 @@ from samestep.data.feed import Batch, Feed, Pass
 from samestep.devices import Device
 from samestep.errors import Invalid, NotFinite, ReplicasDiffer
 from samestep.optimizers.averaging import Averager
-from samestep.processes.place import COMMAND
 from samestep.processes.world import World
 from samestep.runs.checkpoint import Cadence, Checkpoint, Tensors, pack, unpack
 from samestep.runs.folder import RunFolder
@@ -37,7 +34,7 @@ from samestep.shards import cut_pass, tree_sum
 from samestep.signals import Signals, heard
 from samestep.training.measuring import checked, measured
 from samestep.training.profile import Profile
-from samestep.training.progress import show
+from samestep.training.progress import show, stopped
 from samestep.training.recipe import recipe
 from samestep.training.rehearsal import Rehearsal
 from samestep.training.replicas import Replicas
@@ -52,17 +49,6 @@ FIRST = 8  # steps that are made at once before it is known how long one takes
 
 def copied(tensors: Tensors) -> Tensors:
     return {name: np.array(tensor) for name, tensor in tensors.items()}
-
-
-def stopped(step: int, last: int, folder: Path | None) -> str:
-    """What a person reads when a fit was stopped by a signal: how to go on."""
-    told = f"interrupted after step {step} of {last}: "
-    if folder is None:
-        return told + "fit returns the run so far; with a run_dir it could be resumed"
-    command = os.environ.get(COMMAND, "")
-    if "--run-dir" not in command:  # it is in the script, or follows from the time
-        command = command.replace("train", f"train --run-dir {shlex.quote(str(folder))}", 1)
-    return f"{told}to resume it, {command or f'fit again with run_dir={str(folder)!r}'}"
 
 
 class Fit:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
 from contextvars import ContextVar
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from samestep.processes.place import COMMAND
 from samestep.runs.log import Event
 
 TITLE: ContextVar[str] = ContextVar("title", default="")  # of the job, to be said first
@@ -158,3 +162,14 @@ class Notebook(Display):
     def close(self) -> None:
         self.bar = ""
         self.handle.update(self._shown(), raw=True)
+
+
+def stopped(step: int, last: int, folder: Path | None) -> str:
+    """What a person reads when a fit was stopped by a signal: how to go on."""
+    told = f"interrupted after step {step} of {last}: "
+    if folder is None:
+        return told + "fit returns the run so far; with a run_dir it could be resumed"
+    command = os.environ.get(COMMAND, "")
+    if "--run-dir" not in command:  # it is in the script, or follows from the time
+        command = command.replace("train", f"train --run-dir {shlex.quote(str(folder))}", 1)
+    return f"{told}to resume it, {command or f'fit again with run_dir={str(folder)!r}'}"

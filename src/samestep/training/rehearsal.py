@@ -66,9 +66,11 @@ class Watched(Batch):
             sums = np.zeros(len(arrays[0]), np.int64).tolist()
             for array in map(feed.backend.get, arrays):
                 rows = np.ascontiguousarray(array).reshape(len(array), array[0].size).view(np.uint8)
-                sums = [crc32(row, before) for row, before in zip(rows, sums, strict=True)]
+                sums = [crc32(row.data, before) for row, before in zip(rows, sums, strict=True)]
             indices = self.pass_.order[slice(*self.spans[shard])].tolist()
-            found |= {f"example {index} of {feed.examples.name}": f"{one:x}" for index, one in zip(indices, sums, strict=True)}
+            found |= {
+                f"example {index} of {feed.examples.name}": f"{one:x}" for index, one in zip(indices, sums, strict=True)
+            }
         return found
 
 
@@ -169,7 +171,7 @@ class Rehearsal:
         if group.world.size == 1 and group.most(batch.pass_) > 1 and not group.backend.workers.there:
             # The device need not wait for what the host compares.
             launched = [self._launch(group.replicas[i], shard, self._watched(batch, shard)) for i in here]
-            self._unsettled = lambda: self._compare(*(one() for one in launched), batch, shard, here, when)
+            self._unsettled = lambda: self._compare(launched[0](), launched[1](), batch, shard, here, when)
             return
         mine = self._computed(batch, [(i, shard) for i in here])
         one, other = [row for text in group.world.collect(json.dumps(mine).encode()) for row in json.loads(text)]

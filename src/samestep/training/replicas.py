@@ -93,7 +93,9 @@ class Replicas:
     def updaters(self) -> list[Updater]:
         """Made on first use: an evaluation needs none, and its model may not be the optimizer's."""
         settings, optimizer = self.settings, self.settings.optimizer
-        alone = len(self.replicas) == 1 and not settings.compile  # compiled code must be the same for any number of them
+        alone = (
+            len(self.replicas) == 1 and not settings.compile
+        )  # compiled code must be the same for any number of them
         limit = settings.gradient_clip_val
         clip = Clamp(limit) if limit and settings.gradient_clip_algorithm == "value" else limit
         if isinstance(optimizer, Optimizer):

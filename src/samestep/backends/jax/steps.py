@@ -41,6 +41,8 @@ GRAPHS = {
     "xla_gpu_graph_min_graph_size": 1,
 }
 
+pick, put = partial(jax.lax.dynamic_index_in_dim, keepdims=False), partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+
 
 class Compiled:
     """A function, compiled: its numbers stay float64 until they meet a vector, as they would without compiling."""
@@ -79,9 +81,7 @@ class Launch:
     wide: bool  # whether the user has 64 bits
     way: str
 
-    @property
-    def kind(self) -> str:
-        return self.program.kind
+    kind = property(lambda self: self.program.kind)
 
     @partial(jitted, more=GRAPHS)
     def steps(
@@ -94,27 +94,26 @@ class Launch:
 
         def step(i: Array, carry: Any) -> Any:
             vectors, states, numbers, prints = carry
-            total = self.total(vectors, data, order, start + i * sum(self.sizes), keys[i], edges)
+            total = self.total(vectors, data, order, start + i * sum(self.sizes), pick(keys, i), edges)
             divisor = total[len(total) - program.measure.more :][:1] if program.measure.kind == WEIGHTED else over
             changes = total
             if program.measure.kind == WEIGHTED:  # a batch of weight zero changes nothing
                 changes = program.backend.choose(divisor, total, total * 0)
-            new = []
+            new, lr = [], pick(rates, i)
             for (x, *state), slots in zip(vectors, states, strict=True):
-                x, slots = self.updated(x, slots, total, divisor, rates[i], t + i)
+                x, slots = self.updated(x, slots, total, divisor, lr, t + i)
                 moved = apart(advance, tuple(state), changes, examples, wide=self.wide) if state else ()
                 new.append(((x, *moved), slots))
             vectors, states = zip(*new, strict=True)
             print_ = apart(fingerprint, vectors[0], wide=self.wide)
-            put = jax.lax.dynamic_update_index_in_dim
-            return vectors, states, put(numbers, total[len(total) - count :], i, 0), put(prints, print_, i, 0)
+            return vectors, states, put(numbers, total[len(total) - count :], i), put(prints, print_, i)
 
         numbers, prints = jnp.zeros((MOST, count), vectors[0][0].dtype), jnp.zeros((MOST, 2), jnp.uint32)
         return jax.lax.fori_loop(0, n, step, (vectors, states, numbers, prints))
 
     def total(self, vectors: Any, data: Any, order: Array, start: Array, keys: Array, edges: Array) -> Vector:
         """The sum over all shards of a batch. Each is computed with the weights of its replica."""
-        program, n, pick = self.program, len(self.sizes), partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        program, n = self.program, len(self.sizes)
         owners = [i for i, (lo, hi) in enumerate(cut(n, self.replicas)) for _ in range(lo, hi)]
 
         def one(weights: Sequence[Vector], shard: Any, first: Any, size: int) -> Vector:
@@ -123,10 +122,8 @@ class Launch:
             return apart(program.shard, *given, wide=self.wide)
 
         if n == 1 or self.way == "unrolled":
-            at = np.cumsum((0, *self.sizes)).tolist()
-            rows = [
-                one(vectors[i], shard, start + at[shard], self.sizes[shard])[None] for shard, i in enumerate(owners)
-            ]
+            places = enumerate(zip(np.cumsum((0, *self.sizes)).tolist(), self.sizes, owners, strict=False))
+            rows = [one(vectors[i], shard, start + at, size)[None] for shard, (at, size, i) in places]
         else:
             stacks, owner, lo = [jnp.stack(same) for same in zip(*vectors, strict=True)], jnp.array(owners), 0
             rows = [jnp.zeros((n, program.size), stacks[0].dtype)]
@@ -135,7 +132,7 @@ class Launch:
 
                 def turn(shard: Array, table: Array, start: Array = start - lo * size, size: int = size) -> Array:
                     row = one([pick(stack, pick(owner, shard)) for stack in stacks], shard, start + shard * size, size)
-                    return jax.lax.dynamic_update_index_in_dim(table, row, shard, 0)
+                    return put(table, row, shard)
 
                 bounds = (lo, hi) if self.way == "counted" else (edges[run], edges[run + 1])
                 rows, lo, start = [jax.lax.fori_loop(*bounds, turn, *rows)], hi, start + (hi - lo) * size

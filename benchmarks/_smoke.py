@@ -90,6 +90,10 @@ def kernels(name, make, d, batch, **kw):
         rows = sorted(((e.device_time_total, e.count, e.key) for e in ev), reverse=True)
         print(name, "kernels per step", sum(c for _, c, _ in rows) / 64, "busy us per step", sum(t for t, _, _ in rows) / 64)
         for t, c, k in rows[:28]: print(f"   {t/64:7.1f} us  {c/64:5.1f} x  {k[:110]}")
+if "variants" in part:
+    d, few = data(256 * 235), data(256 * 47)
+    for kw in (dict(memory_format="channels_last", precision="tf32"), dict(memory_format="channels_last", precision="tf32", compile=True), dict(memory_format="channels_last", compile=True), dict(precision="bfloat16", compile=True), dict(precision="bfloat16", compile=True, memory_format="channels_last"), dict(precision="tf32", compile=True, shards=1), dict(precision="tf32", compile=True, shards=1, memory_format="channels_last")):
+        timing(f"lenet {kw}", models.lenet, d, 256, few, **kw)
 if "kernels" in part:
     d = data(256 * 235)
     attempt("k1", lambda: kernels("lenet 1", models.lenet, d, 256, shards=1))

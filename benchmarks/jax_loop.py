@@ -1,6 +1,6 @@
 """JAX on a GPU: LeNet, batch 256, in ms per step: many steps in one launch against one by one, and whether the bits agree.
 
-    python benchmarks/jax_loop.py [--device cuda] [--steps 234] [--epochs 4] [--replicas 1 2 3 8] [--only looped/graphs ...]
+    python benchmarks/jax_loop.py [--device cuda] [--steps 234] [--epochs 4] [--replicas 1 8] [--only looped/graphs ...]
 
 A way is how the loop over the shards is compiled (WAY in backends/jax/steps.py) and what CUDA graphs may hold. `one by one` is
 capture=False. The peer is plain JAX: an epoch in one lax.scan, with the whole batch as one shard.
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=234)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--replicas", type=int, nargs="*", default=[1, 2, 3, 8])
+    parser.add_argument("--replicas", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--only", nargs="*", default=WAYS)
     options = parser.parse_args()
     replica.LOOPED = ("cpu", "cuda")

@@ -211,3 +211,14 @@ def test_going_on_one_by_one_after_a_launch_and_the_other_way_round(tmp_path):
 def test_keys_in_words():
     keys = [[0, 1], [(1 << 63) - 1, 3 << 32 | 5]]
     assert jax_replica.in_words(keys).tolist() == [[halves(key).tolist() for key in row] for row in keys]
+
+
+@pytest.mark.skipif(ss.num_gpus() == 0, reason="needs a CUDA GPU")
+@pytest.mark.parametrize("model", suite.MODELS)
+def test_the_zoo_in_launches_on_a_gpu(model, launches, monkeypatch):
+    monkeypatch.setattr(jax_program, "barrier", jax.lax.optimization_barrier)
+    alone = suite.fit(model, "cuda", capture=False)
+    assert not launches
+    for count in (1, 2, 3, 8):
+        suite.same(suite.fit(model, ["cuda"] * count), alone)
+    assert launches

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import re
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -875,24 +877,24 @@ class Graph:
     def __init__(self, result: torch.Tensor) -> None:
         self.result = result
 
-    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.result,)
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.result
 
 
 class Recording(Recorder):
     """Records no graph, but what a computation gave for the first time."""
 
     def _record(self, compute: Any, x: torch.Tensor, y: torch.Tensor, shape: Any) -> None:
-        self._recorded[shape] = Graph(compute(x, y)[0].clone())  # type: ignore[assignment]
+        self._recorded[shape] = Graph(compute(x, y).clone())  # type: ignore[assignment]
 
 
 def counted() -> tuple[Any, list[str]]:
     """A computation that depends on its first argument alone, and what was done."""
     done: list[str] = []
 
-    def compute(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         done.append(f"computed {len(x)}")
-        return ((x * 2).reshape(-1),)
+        return (x * 2).reshape(-1)
 
     return compute, done
 
@@ -924,7 +926,7 @@ def test_what_is_not_wanted_is_not_recorded() -> None:
 
 def test_a_recording_with_other_bits_is_given_up_with_a_warning() -> None:
     calls, recording, y = itertools.count(), Recording(wanted=True), torch.zeros(1)
-    compute = lambda x, y: (x + next(calls),)  # noqa: E731
+    compute = lambda x, y: x + next(calls)  # noqa: E731
     with pytest.warns(UserWarning, match="is not recorded on the GPU, and so slower: its bits are not those of its"):
         assert recording.find(compute, torch.ones(2), y, lambda: None) is None
     assert recording.find(compute, torch.ones(3), y, lambda: None) is None  # and nothing is tried again
@@ -949,8 +951,10 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     given: list[str] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
     generator = SimpleNamespace(clone_state=lambda: "as it was", graphsafe_set_state=given.append)
+    monkeypatch.setattr(recorder, "_side", lambda device: stream)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: given.append("cleared"), raising=False)
     for name, fake in {
-        "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda stream: nullcontext(),
+        "Stream": lambda *device: stream, "current_stream": lambda: stream, "stream": lambda stream: nullcontext(),
         "graph_pool_handle": lambda: "pool", "current_device": lambda: 0, "default_generators": [generator],
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -968,17 +972,41 @@ def failing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_a_model_that_cannot_be_recorded_is_computed_without(
     restored: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Quietly, if it does what no graph can do; with the reason, if it is not known why."""
+    """With one line that says why."""
     given = counted()[0], torch.ones(2), torch.zeros(1), lambda: None
-    quiet = failing(RuntimeError("operation not permitted when stream is capturing"), monkeypatch)
-    assert quiet.find(*given) is None  # warnings are errors here
-    loud = failing(RuntimeError("the library is gone\nand more of it"), monkeypatch)
-    with pytest.warns(UserWarning, match="not recorded on the GPU, and so slower: the library is gone$"):
-        assert loud.find(*given) is None
-    assert (quiet.wanted, loud.wanted, restored) == (False, False, ["as it was"] * 2)
+    for said, told in {
+        "operation not permitted when stream is capturing": "it looks at numbers of the device while it computes",
+        "the library is gone\nand more of it": "the library is gone",
+    }.items():
+        refused = failing(RuntimeError(said), monkeypatch)
+        with pytest.warns(UserWarning, match=f"an evaluation is not recorded on the GPU, and so slower: {told}$"):
+            assert refused.find(*given) is None
+        assert not refused.wanted
     full = failing(torch.OutOfMemoryError("no memory"), monkeypatch)
     with pytest.raises(torch.OutOfMemoryError):
         full.find(*given)
+
+
+def test_a_recording_that_fails_leaves_all_as_it_was(restored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+
+    @contextmanager
+    def graph(*about: Any, **settings: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("capturing stream has unjoined work")  # what PyTorch says on the way out
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    with (
+        pytest.raises(RuntimeError, match="unjoined") as caught,
+        recorder.recording(None, "pool", torch.device("cuda", 0)),
+    ):  # type: ignore[arg-type]
+        inside.append(gc.isenabled())
+        raise RuntimeError("a library said no")
+    assert str(recorder.cause(caught.value)) == "a library said no"
+    assert (inside, gc.isenabled()) == ([False], True)
+    assert restored == ["cleared", "as it was", "cleared"]
 
 
 def test_recordings_share_their_memory(restored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -997,5 +1025,6 @@ def test_recordings_share_their_memory(restored: list[str], monkeypatch: pytest.
 
 def test_a_model_that_draws_on_the_host_is_not_recorded(restored: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     drawing = failing(AssertionError("it was recorded"), monkeypatch)
-    assert drawing.find(lambda x, y: (x + torch.rand(2),), torch.ones(2), torch.zeros(1), lambda: None) is None
+    with pytest.warns(UserWarning, match="it draws numbers on the host"):
+        assert drawing.find(lambda x, y: x + torch.rand(2), torch.ones(2), torch.zeros(1), lambda: None) is None
     assert (drawing.wanted, restored) == (False, [])

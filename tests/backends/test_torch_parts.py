@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from samestep.backends import layout as layouts
 from samestep.backends import workers
 from samestep.backends.losses import Measure
+from samestep.backends.making import Making
 from samestep.backends.torch import kernels, noise
 from samestep.backends.torch.backend import TorchBackend
 from samestep.backends.torch.bands import Bands, watched
@@ -487,7 +488,7 @@ def test_state_with_another_memory_is_put_back(where: int) -> None:
 def lane_of(tensor: nn.Parameter) -> Lane:
     module = nn.ModuleDict({"model": nn.Linear(2, 2)})
     module["model"].weight = tensor
-    return Lane(module, Measure(), [], {"weight": tensor})
+    return Lane(module, Measure(), [], {"weight": tensor}, Making())
 
 
 @pytest.mark.parametrize("where", [0, 32])
@@ -743,20 +744,16 @@ def on_a_gpu(ours: TorchReplica, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def test_on_a_gpu_a_vector_is_recorded_and_one_in_bands_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_generator_is_seeded_for_each_vector_unless_a_recording_does_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours, (x, y) = replica(nn.Linear(12, 3)), examples()
     expected = ours.gradient(x, y, 9, 1)
     done = on_a_gpu(ours, monkeypatch)
-
-    def find(compute: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, seed: Callable[[], None]) -> Any:
-        done.append("found")
-        return compute if ours._recorder.wanted else None  # type: ignore[attr-defined]
-
-    for wanted in (True, False):
-        ours._recorder = SimpleNamespace(find=find, wanted=wanted)  # type: ignore[assignment]
-        done.clear()
-        assert torch.equal(ours.gradient(x, y, 9, 1), expected)
-        assert done == ["found", "seeded 9"]
+    assert torch.equal(ours.gradient(x, y, 9, 1), expected)
+    assert done == ["seeded 9"]
+    assert torch.equal(ours.drawn(ours.lane(training=True), x, y, 1), expected)
+    assert done == ["seeded 9"]
     done.clear()
     told: dict[int, torch.Tensor] = {}
     bands = Bands(
@@ -768,9 +765,17 @@ def test_on_a_gpu_a_vector_is_recorded_and_one_in_bands_is_not(monkeypatch: pyte
     assert done == ["seeded 9"]
 
 
-def test_an_evaluation_on_a_gpu_is_seeded_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_on_a_gpu_is_seeded_and_recorded_there(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, (x, y) = replica(nn.Linear(12, 3)), examples()
     expected = ours.evaluate(x, y, 9)
     done = on_a_gpu(ours, monkeypatch)
-    assert torch.equal(ours.evaluate(x, y, 9), expected)
-    assert done == ["seeded 9"]
+
+    def find(compute: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, seed: Callable[[], None]) -> Any:
+        done.append("found")
+        return compute if ours._recorder.wanted else None
+
+    for wanted in (True, False):
+        ours._recorder = SimpleNamespace(find=find, wanted=wanted)  # type: ignore[assignment]
+        done.clear()
+        assert torch.equal(ours.evaluate(x, y, 9), expected)
+        assert done == ["found", "seeded 9"]

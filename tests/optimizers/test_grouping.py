@@ -31,6 +31,13 @@ class Numpy:
     def __init__(self, in_memory: bool) -> None:
         self.seen = in_memory
 
+    def scalar(self, value: Any, device: Any) -> Any:
+        return value
+
+    def assign(self, array: Any, value: Any) -> Any:
+        array[...] = value
+        return array
+
     def in_memory(self, vector: Any) -> Any:
         return vector if self.seen else None
 

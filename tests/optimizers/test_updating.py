@@ -25,6 +25,13 @@ class Numpy:
     def __init__(self, in_memory: bool) -> None:
         self.seen, self.compiled_ones = in_memory, list[Any]()
 
+    def scalar(self, value: Any, device: Any) -> Any:
+        return value
+
+    def assign(self, array: Any, value: Any) -> Any:
+        array[...] = value
+        return array
+
     def in_memory(self, vector: Any) -> Any:
         return vector if self.seen else None
 

@@ -96,6 +96,10 @@ class Backend(Losses):
     def copy(self, array: Array, device: Device, gradient: bool = False) -> Array:
         """A new array on a device, which shares storage with nothing; with a gradient of zeros attached on request."""
 
+    def staged(self, array: Array, device: Device) -> Array:
+        """An array on the host, in memory from which `copy` brings it to a device most quickly; called by threads that read."""
+        return array
+
     @abstractmethod
     def assign(self, array: Array, value: Array) -> Array:
         """Write a value into an array where arrays are mutable; returns the array that now holds it."""

@@ -57,6 +57,7 @@ class Feed:
     ) -> None:  # fmt: skip
         """dtype: of the model; for one of float32, examples of float64 are converted."""
         self.backend, self.examples, self.classes, self.seed = backend, examples, classes, seed
+        self._device = devices[0]
         self._suited = narrowed if dtype == "float32" else lambda x, y: (x, y)
         self.resident: dict[Device, tuple[Tree, Tree]] = {}
         self._readers: ThreadPoolExecutor | None = None
@@ -129,6 +130,11 @@ class Feed:
                 raise WrongType(f"{name} must have examples of one shape, got {told}: {PADDING}")
         return both(np.ascontiguousarray, *self._suited(x, y))  # kernels are chosen by how memory lies, too
 
+    def fetched(self, indices: NDArray[np.int64], epoch: int) -> tuple[Tree, Tree]:
+        """What a thread that reads ahead brings: examples as they were read and checked, ready to go to a device."""
+        x, y = self.checked(*self.read(indices, epoch))
+        return both(lambda array: self.backend.staged(array, self._device), x, y)
+
     def close(self) -> None:
         if self._readers:
             self._readers.shutdown(cancel_futures=True)
@@ -170,9 +176,9 @@ class Pass:
         if self.feed.resident:
             index = self.order_on[device][span[0] : span[1]]
             return both(lambda array: backend.take(array, index), *self.feed.resident[device])
-        read = self._prepared.pop(span) if self.feed.here else self._read(span)
+        read = self.feed.checked(*self._prepared.pop(span)) if self.feed.here else self._read(span)
         # A copy, even on the CPU: memory that the framework allocated is aligned alike for every shard and run.
-        return both(lambda array: backend.copy(array, device), *self.feed.checked(*read))
+        return both(lambda array: backend.copy(array, device), *read)
 
     def _read(self, span: Span) -> tuple[Tree, Tree]:
         readers = self.feed._readers
@@ -187,7 +193,7 @@ class Pass:
 
     def _submit(self, readers: ThreadPoolExecutor) -> None:
         wanted = self.spans[self._next]
-        self._ahead[wanted] = readers.submit(self.feed.read, self.order[wanted[0] : wanted[1]], self.epoch)
+        self._ahead[wanted] = readers.submit(self.feed.fetched, self.order[wanted[0] : wanted[1]], self.epoch)
         self._next += 1
 
 

@@ -25,6 +25,7 @@ from samestep.backends.losses import SUM, WEIGHTED
 from samestep.backends.steps import Steps
 from samestep.backends.updaters import Mean
 from samestep.errors import told
+from samestep.optimizers.updating import FlatUpdater
 from samestep.shards import cut
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def can_launch(group: Replicas) -> bool:
     first, updater = group.replicas[0], group.updaters[0]
     there = group.world.size == 1 and {one.device for one in group.replicas} == {first.device}
     there = there and first.device.kind in replicas.LOOPED and (first.looped or first.shards == 1)
-    known = isinstance(getattr(updater, "_update", None), Compiled) or isinstance(updater, JaxUpdater)
+    known = isinstance(updater._update if isinstance(updater, FlatUpdater) else updater, (Compiled, JaxUpdater))
     return there and known and not jax.config.jax_disable_jit
 
 

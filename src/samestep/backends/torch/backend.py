@@ -54,6 +54,13 @@ if TYPE_CHECKING:
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def _prepared(threads: int, compiles: bool) -> None:
+    """What a thread that computes shards calls first."""
+    torch.set_num_threads(threads)
+    if compiles:
+        precision.compile_in_thread()
+
+
 @functools.cache
 def _sending(device: Device) -> torch.cuda.Stream:
     """The stream of a GPU on which examples come to it."""
@@ -133,6 +140,9 @@ class TorchBackend(Backend):
         new.record_stream(current)
         return new
 
+    def staged(self, array: Any, device: Device) -> Any:
+        return torch.from_numpy(array).pin_memory() if device.kind == "cuda" else array
+
     def assign(self, array: Any, value: Any) -> Any:
         with torch.no_grad():
             array.copy_(value)
@@ -183,7 +193,7 @@ class TorchBackend(Backend):
 
     @contextmanager
     def session(self, devices: Sequence[Device], *, deterministic: bool, threads: int) -> Iterator[None]:
-        prepare = partial(torch.set_num_threads, threads)
+        prepare = partial(_prepared, threads, self.making.compile)
         # If there is only one thread, the caller's is better: in others, malloc gives large blocks back and makes them anew.
         with self.workers.at_work(devices, threads, prepare, least=2), self._settings(devices, deterministic, threads):
             yield

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 PLACES = [(by, what) for by in ("cuda", "mkldnn") for what in ("matmul", "conv", "rnn")]
+DYNAMO = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 14, "fail_on_recompile_limit_hit": True}
 REDUCED = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
@@ -48,9 +49,19 @@ def compiling() -> Iterator[None]:
     from torch._dynamo import config as dynamo  # slow to import
     from torch._inductor import config as inductor
 
-    given = {"recompile_limit": 1 << 10, "accumulated_recompile_limit": 1 << 14, "fail_on_recompile_limit_hit": True}
-    with dynamo.patch(given), inductor.patch({"deterministic": True} if hasattr(inductor, "deterministic") else {}):
+    with dynamo.patch(DYNAMO), inductor.patch({"deterministic": True} if hasattr(inductor, "deterministic") else {}):
         yield
+
+
+def compile_in_thread() -> None:
+    """The same in another thread, which has settings of its own."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    for name, value in DYNAMO.items():
+        setattr(dynamo, name, value)
+    if hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
 
 
 def _old_names(matmul: str, conv: bool) -> None:

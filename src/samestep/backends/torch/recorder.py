@@ -103,9 +103,7 @@ class Recorder:
         shape = tuple((one.shape, one.dtype, one.stride()) for one in leaves((x, y)))
         if self.wanted and shape not in self._recorded and len(self._recorded) < SHAPES:
             try:
-                warm_up(lambda: compute(x, y), _side(next(iter(leaves(x))).device))
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                self._recorded[shape] = Recorded(compute, x, y, self._pool)
+                self._record(compute, x, y, shape)
                 results = []
                 for way in (compute, self._recorded[shape]):
                     seed()
@@ -117,6 +115,11 @@ class Recorder:
                 self._recorded.clear()
                 warn("an evaluation", refused(cause(error)))
         return self._recorded.get(shape)
+
+    def _record(self, compute: Compute, x: Tree, y: Tree, shape: Any) -> None:
+        warm_up(lambda: compute(x, y), _side(next(iter(leaves(x))).device))
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._recorded[shape] = Recorded(compute, x, y, self._pool)
 
 
 @functools.cache

@@ -49,7 +49,8 @@ class TorchReplica(Replica):
         self._model = whole = torch.nn.ModuleDict({"model": model} | losses)
         self._native = torch.device(str(device))
         self._making, last = backend.making, backend.making.memory_format == "channels_last"
-        self.side_by_side = device.kind == "cpu" and not any(hasattr(m, "_orig_mod") for m in model.modules())
+        compiled = self._making.compile or any(hasattr(m, "_orig_mod") for m in model.modules())
+        self.side_by_side = device.kind == "cpu" and not compiled
         with torch.no_grad():
             named = [*whole.named_parameters(remove_duplicate=False), *whole.named_buffers(remove_duplicate=False)]
             own = [(name.removeprefix("model."), tensor) for name, tensor in named]
@@ -76,7 +77,7 @@ class TorchReplica(Replica):
         self.lane = Lanes(self._new_lane)
         self._noise, self._fingerprint = TorchNoise(), VectorFingerprint(self.vectors)
         self._recorder, self.keeps_state = Recorder(capture and not keeps_state(model)), keeps_state(model)
-        self._traced = Traced(self, model, capture and self.side_by_side and not self._making.compile)
+        self._traced = Traced(self, capture and self.side_by_side and not self._making.compile)
         self._bands = bands_of(self.weights.layout, self.size)
 
     @property
@@ -261,4 +262,4 @@ class TorchReplica(Replica):
 
     def release(self) -> None:
         self.lane.clear()
-        self._recorder, self._traced = Recorder(wanted=False), Traced(self, self._model, wanted=False)
+        self._recorder, self._traced = Recorder(wanted=False), Traced(self, wanted=False)

@@ -10,6 +10,7 @@ there for what they do beside. Recording takes as long as hundreds of small shar
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import threading
 import warnings
@@ -33,6 +34,19 @@ SHAPES = 8  # that a thread records for one replica
 FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OTHER = "its bits are not those of its operations: it depends on more than its arguments"
+
+
+def keep_memory() -> None:
+    """Have glibc keep what threads free, in blocks up to 32 MB: as far as its own thresholds grow in the first thread.
+
+    In the others it gives large blocks back to the system, which clears them anew for every shard.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    for threshold, size in ((-1, 1 << 30), (-3, 32 << 20)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        mallopt(threshold, size)
 
 
 def prove(compute: Callable[..., Any], given: Sequence[Tensor]) -> None:
@@ -78,9 +92,11 @@ class Recorded:
 class Traced:
     """The vectors of shards in the steps of a fit. What checks them computes by operations, and sees what these hide."""
 
-    def __init__(self, replica: TorchReplica, model: torch.nn.Module, wanted: bool) -> None:
-        self.replica, self.noise = replica, replica._noise
-        self.wanted = wanted and not any(getattr(module, name) for module in model.modules() for name in HOOKS)
+    def __init__(self, replica: TorchReplica, wanted: bool) -> None:
+        self.replica, self.noise, modules = replica, replica._noise, list(replica._model.modules())
+        self.wanted = wanted and not any(getattr(module, name) for module in modules for name in HOOKS)
+        if wanted:
+            keep_memory()
         self._seen, self._recorded = Counter[Any](), dict[Any, Recorded]()
 
     def __call__(self, x: Tree, y: Tree, key: int, shard: int) -> Tensor:

@@ -99,6 +99,35 @@ if "kernels" in part:
     attempt("k1", lambda: kernels("lenet 1", models.lenet, d, 256, shards=1))
     attempt("k1c", lambda: kernels("lenet 1 compiled", models.lenet, d, 256, shards=1, compile=True))
     attempt("k8c", lambda: kernels("lenet 8 compiled", models.lenet, d, 256, compile=True))
+def gpts(name, make, vocabulary, length, batch, n=14, top=26, **kw):
+    from torch.profiler import profile, ProfilerActivity
+    r = np.random.default_rng(0)
+    x = r.integers(0, vocabulary, (batch * 12, length + 1))
+    d = ss.Data(train=(x[:, :-1].copy(), x[:, 1:].copy()))
+    tr = ss.Trainer(max_epochs=2, batch_size=batch, progress=False, check_every=None, devices="cuda", precision="bfloat16", optimizer=ss.adamw(lr=1e-4), **kw)
+    orig = S.TorchSteps.__call__; seen = []; calls = []
+    def timed(self, batches, rates, t):
+        calls.append(1)
+        if t >= 14 and not seen:
+            torch.cuda.synchronize(); b = time.perf_counter()
+            with profile(activities=[ProfilerActivity.CUDA]) as p:
+                got = orig(self, batches, rates, t); torch.cuda.synchronize()
+            seen.append((p, len(batches), time.perf_counter() - b)); return got
+        return orig(self, batches, rates, t)
+    S.TorchSteps.__call__ = timed
+    try: run = tr.fit(make(), d)
+    finally: S.TorchSteps.__call__ = orig
+    p, k, wall = seen[0]
+    rows = sorted(((e.device_time_total, e.count, e.key) for e in p.key_averages()), reverse=True)
+    print(name, f"{1e3*run.history[-1]['seconds']/12:.2f} ms/step; profiled {k} steps; kernels per step", sum(c for _, c, _ in rows) / k, "busy ms per step", sum(t for t, _, _ in rows) / k / 1e3, "peak", torch.cuda.max_memory_allocated() >> 20)
+    for t, c, key in rows[:top]: print(f"   {t/k:8.1f} us  {c/k:6.1f} x  {key[:120]}")
+if "gpt" in part:
+    import sys; sys.path.insert(0, "benchmarks")
+    from speed import GPT
+    torch.manual_seed(0)
+    two = lambda: GPT(12, 768, 12, 50304, 1024)
+    attempt("gpt2 8c", lambda: gpts("gpt2 8 compiled", two, 50257, 1024, 16, compile=True))
+    attempt("gpt2 1", lambda: gpts("gpt2 1", two, 50257, 1024, 16, shards=1, top=22))
 if "more" in part:
     d, few = data(512 * 40, (3, 32, 32)), data(512 * 20, (3, 32, 32))
     for kw in (dict(shards=1), dict(), dict(shards=1, compile=True), dict(compile=True)):

@@ -142,7 +142,7 @@ def test_many_steps_of_losses_over_something_else(loss, optimizer, launches):
     assert 2 in launches
 
 
-@pytest.mark.parametrize("way", ["counted", "unrolled"])
+@pytest.mark.parametrize("way", ["counted", "looped"])
 def test_other_ways_over_the_shards_have_the_same_bits(way, launches, monkeypatch):
     monkeypatch.setattr(jax_steps, "WAY", way)
     check(launches, (3,), optimizer=ss.adam())
@@ -172,6 +172,7 @@ def failed(self, *given):
 def test_a_launch_that_is_not_like_steps_alone_is_found_and_left(broken, why, monkeypatch):
     """The broken twins: a launch without a shard, and one that cannot be compiled."""
     alone = fit(capture=False)
+    monkeypatch.setattr(jax_steps, "WAY", "looped")
     monkeypatch.setattr(Launch, "total", broken)
     with pytest.warns(UserWarning, match=f"not many in one launch, and so slower: .*{why}"):
         suite.same(fit(2), alone)

@@ -109,7 +109,10 @@ class Fit:
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._maker = lambda tensors: backend.evaluating(first.model_of(tensors))
         self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
-        self.pace: float | None = None  # seconds a step, as last seen
+        self.pace: float | None = (
+            None  # seconds a step, as last seen; None until the second look, as the first has compiling
+        )
+        self.looked = False
         self.next: Pass | None = None  # of the next epoch: its examples are read ahead, too
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
@@ -273,7 +276,8 @@ class Fit:
             if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
                 self.table.append(self.look(pending, epoch, from_, rates))
                 now, made = time.perf_counter(), i - from_
-                self.pace, looked, from_, pending = (now - looked) / made, now, i, []
+                self.pace = (now - looked) / made if self.looked else None
+                self.looked, looked, from_, pending = True, now, i, []
             if due and not last:
                 self.save()
                 if stop:

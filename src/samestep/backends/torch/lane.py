@@ -35,6 +35,12 @@ def numbers_of(model: torch.nn.Module, measure: Measure, by: Losses, x: Tree, y:
     return by.measured(measure, forward(model, measure, x), y)
 
 
+def channels_last(images: Tensor) -> Tensor:
+    """Images with their channels last. With one channel, only the strides say so to a convolution."""
+    _, c, h, w = images.shape
+    return images.contiguous(memory_format=torch.channels_last).as_strided(images.shape, (c * h * w, 1, w * c, c))
+
+
 @functools.cache
 def compiled() -> Any:
     """That function, compiled; one for all lanes, as what was compiled for one of them fits the others."""
@@ -71,7 +77,7 @@ class Lane:
         """Examples with their channels last, if that is how images are to lie."""
         if self.making.memory_format == "contiguous":
             return x
-        return mapped(lambda a: a.contiguous(memory_format=torch.channels_last) if a.ndim == 4 else a, x)
+        return mapped(lambda a: channels_last(a) if a.ndim == 4 else a, x)
 
     def run(self, x: Tree, y: Tree, start: Sequence[Flat], by: Losses) -> list[Tensor]:
         """The loss, the hits and what else is measured of some examples, with a state that starts from these vectors."""

@@ -8,7 +8,7 @@ for the few operations that take no generator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -39,6 +39,15 @@ def with_generator(func: Any) -> Any:
     return next((one for one in overloads if takes(one) == takes(func) | {"generator": "Optional[Generator]"}), None)
 
 
+def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a random operation draws: attention without dropout does not."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", 0.0))
+
+
 class OwnGenerator(TorchDispatchMode):
     """While active in a thread, every random operation of that thread draws from a generator of its own."""
 
@@ -49,7 +58,11 @@ class OwnGenerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and kwargs.get("generator") is None
+            and draws(func, args, kwargs)
+        ):
             func = with_generator(func)
             if func is None or not self.forward:
                 raise DrawnElsewhere

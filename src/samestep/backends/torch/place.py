@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from samestep.training.replicas import Replicas
 
 MOST = 64  # steps in one call
-AT_ONCE = 1 << 29  # bytes of gradients that are computed at once, unless `streams` says how many
+AT_ONCE = 1 << 30  # bytes of gradients that are computed at once, unless `streams` says how many
 STREAMS = 8
 Take = Callable[[int], tuple[Tree, Tree]]  # the examples of a shard
 Parts = dict[Span, Tensor]

@@ -126,8 +126,8 @@ if "gpt" in part:
     from speed import GPT
     torch.manual_seed(0)
     two = lambda: GPT(12, 768, 12, 50304, 1024)
-    attempt("gpt2 8c", lambda: gpts("gpt2 8 compiled", two, 50257, 1024, 16, compile=True))
-    attempt("gpt2 1c", lambda: gpts("gpt2 1 compiled", two, 50257, 1024, 16, shards=1, compile=True, top=22))
+    attempt("gpt2 8c", lambda: gpts("gpt2 8 compiled", two, 50257, 1024, 16, compile=True, top=3)); attempt("gpt2 8c4", lambda: gpts("gpt2 8 compiled 4 streams", two, 50257, 1024, 16, compile=True, top=3, streams=4))
+
 if "more" in part:
     d, few = data(512 * 40, (3, 32, 32)), data(512 * 20, (3, 32, 32))
     for kw in (dict(shards=1), dict(), dict(shards=1, compile=True), dict(compile=True)):

@@ -174,13 +174,15 @@ def test_what_looks_at_numbers_or_draws_is_not_recorded(name, made):
 
 
 def test_without_the_proof_a_number_would_be_frozen(made, monkeypatch):
-    """The twin: the first examples decide for all, and no comparison with these shows it."""
+    """The twin: the first examples decide for all. No comparison with these shows it, but the check of a later shard does."""
     model = UNRECORDABLE["NumPy"]
     right = fit(model(), capture=False)
     monkeypatch.setattr(traced, "prove", lambda *given: None)
-    wrong = fit(model())
+    wrong = fit(model(), check_every=None)
     assert made
     assert wrong.fingerprint != right.fingerprint
+    with pytest.raises(ss.SamestepError, match="was computed twice at step"):
+        fit(model())
 
 
 def test_a_counter_in_python_is_found_by_comparing(made):

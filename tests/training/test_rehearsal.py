@@ -155,7 +155,7 @@ class Noting(Rehearsal):
         super().__init__(fit)
         self._moves, self.noted = True, list[Any]()
 
-    def _computed(self, batch: Any, work: Any, crossed: bool = False) -> Any:
+    def _computed(self, batch: Any, work: Any, crossed: bool = False, replayed: bool = False) -> Any:
         self.noted.append((list(work), crossed))
         return [{RESULT: f"{shard}"} for i, shard in work]
 

@@ -78,6 +78,10 @@ class Replica(ABC):
 
         return [partial(compute, shard) for shard in shards]
 
+    def replayed(self, batch: Batch, shard: int) -> Vector:
+        """What `tasks` gives for one shard, from a recording if it has one. `single` has the same bits, by operations."""
+        return self.single(batch, shard)
+
     def single(self, batch: Batch, shard: int) -> Vector:
         """What `tasks` computes for one shard."""
         x, y = batch.shard(shard, self.device)

@@ -173,7 +173,8 @@ class Rehearsal:
             launched = [self._launch(group.replicas[i], shard, self._watched(batch, shard)) for i in here]
             self._unsettled = lambda: self._compare(launched[0](), launched[1](), batch, shard, here, when)
             return
-        mine = self._computed(batch, [(i, shard) for i in here])
+        # The first as it is in a step: a recording that has gone stale is not like the operations.
+        mine = self._computed(batch, [(i, shard) for i in here], replayed=lo <= owner < hi)
         one, other = [row for text in group.world.collect(json.dumps(mine).encode()) for row in json.loads(text)]
         self._compare(one, other, batch, shard, here, when)
 
@@ -191,10 +192,15 @@ class Rehearsal:
             self._chosen = start + chosen, number
         return step == self._chosen[0]
 
-    def _computed(self, batch: Batch, work: Sequence[tuple[int, int]], crossed: bool = False) -> list[Hashes]:
-        """What these shards give; crossed: the second between the forward pass and the loss of the first."""
+    def _computed(
+        self, batch: Batch, work: Sequence[tuple[int, int]], crossed: bool = False, replayed: bool = False
+    ) -> list[Hashes]:
+        """What these shards give; crossed: the second between the forward pass and the loss of the first; replayed: the
+        first as it is in a step.
+        """
         backend, replicas = self.fit.backend, self.group.replicas
-        tasks = [partial(self._compute, replicas[i], shard, self._watched(batch, shard)) for i, shard in work]
+        tasks = [partial(self._compute, replicas[i], shard, self._watched(batch, shard), replayed and not k)
+                 for k, (i, shard) in enumerate(work)]  # fmt: skip
         if not (crossed and len(work) > 1 and replicas[0].side_by_side):
             return backend.map(tasks)
         backend.before_loss = between = Between(backend, *tasks[:2])
@@ -221,12 +227,12 @@ class Rehearsal:
             raise NotRepeatable(f"the model or the loss is another program when it is traced again; {COMPUTED}")
 
     @timed_as("compute")
-    def _compute(self, replica: Replica, shard: int, batch: Watched) -> Hashes:
-        return self._launch(replica, shard, batch)()
+    def _compute(self, replica: Replica, shard: int, batch: Watched, replayed: bool = False) -> Hashes:
+        return self._launch(replica, shard, batch, replayed)()
 
-    def _launch(self, replica: Replica, shard: int, batch: Watched) -> Callable[[], Hashes]:
+    def _launch(self, replica: Replica, shard: int, batch: Watched, replayed: bool = False) -> Callable[[], Hashes]:
         """Compute a shard; returns what gives the hashes, and may wait for the device."""
-        get, vector = replica.backend.get, replica.single(batch, shard)
+        get, vector = replica.backend.get, (replica.replayed if replayed else replica.single)(batch, shard)
         if not self._moves:  # a shard of weight zero cannot tell
             zero = self.group.weighted and not get(vector)[-replica.measure.more]
             self._moves = zero or bool(get(vector)[: replica.layouts[0].size].any())

@@ -104,12 +104,15 @@ class TorchReplica(Replica):
         ours = set(map(id, lane.parameters))
         return [theirs.get(id(p), f"of shape {tuple(p.shape)}") for p in used if id(p) not in ours], []
 
+    def replayed(self, batch: Batch, shard: int) -> Tensor:
+        return self._traced(*batch.shard(shard, self.device), batch.keys[shard], shard)
+
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
         left = iter(shards)
 
         def whole() -> None:
             for shard in left:
-                sums.add((shard, shard + 1), self._traced(*batch.shard(shard, self.device), batch.keys[shard], shard))
+                sums.add((shard, shard + 1), self.replayed(batch, shard))
 
         if len(sums.bands) == 1:  # a task for each thread, not for each shard: to hand one over takes time
             return [whole] * min(len(shards), cores())

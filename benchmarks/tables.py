@@ -205,7 +205,20 @@ def readers() -> str:
     return "\n\n".join(blocks)
 
 
-MAKERS = (price, sameness, accuracy, chapters, cost, frameworks, schedules, chaos, checkpoint, exchange, readers)
+def speed() -> str:
+    """A step beside what else there is."""
+    rows, titles = [], []
+    for model in ("lenet", "jax", "gpt", "gpt2"):
+        for result in results(f"speed-{model}"):
+            titles.append(f"{about(result)}; {result['options']}")
+            for r in result["rows"]:
+                memory = f"{r['memory'] / 2**20:,.0f}" if r.get("memory") else ""
+                spread = f"{r['least']:.2f} - {r['most']:.2f}" if r["samples"] > 1 else "one sample"
+                rows.append([r["model"], r["name"], f"{r['ms']:.2f}", spread, f"{r['ratio']:.2f}", memory])
+    return "\n\n".join([table(["model", "", "ms/step", "least - most", "of plain", "MiB"], rows), *titles])
+
+
+MAKERS = (price, speed, sameness, accuracy, chapters, cost, frameworks, schedules, chaos, checkpoint, exchange, readers)
 TABLES = {make.__name__: make for make in MAKERS}
 
 

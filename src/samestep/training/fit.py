@@ -109,10 +109,7 @@ class Fit:
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._maker = lambda tensors: backend.evaluating(first.model_of(tensors))
         self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
-        self.pace: float | None = (
-            None  # seconds a step, as last seen; None until the second look, as the first has compiling
-        )
-        self.looked = False
+        self.paces = list[float]()  # seconds a step, at each look; the first has compiling in it
         self.next: Pass | None = None  # of the next epoch: its examples are read ahead, too
         self.last = steps * settings.max_epochs
         self.table: list[np.ndarray[Any, Any]] = []  # [losses | hits | more] of this epoch's steps, as far as fetched
@@ -275,9 +272,9 @@ class Fit:
                 self.next = self.next or self.passing(epoch + 1)  # while the device still computes
             if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
                 self.table.append(self.look(pending, epoch, from_, rates))
-                now, made = time.perf_counter(), i - from_
-                self.pace = (now - looked) / made if self.looked else None
-                self.looked, looked, from_, pending = True, now, i, []
+                now = time.perf_counter()
+                self.paces.append((now - looked) / (i - from_))
+                looked, from_, pending = now, i, []
             if due and not last:
                 self.save()
                 if stop:
@@ -316,7 +313,7 @@ class Fit:
         """How many steps, from step i of this epoch on, are made before anybody may stop them, look at them or check them."""
         if self.world.size > 1 or self.averager.wanted:
             return 1
-        most = FIRST if self.pace is None else max(1, int(LIVE / 2 / self.pace))
+        most = FIRST if len(self.paces) < 2 else max(1, int(LIVE / 2 / self.paces[-1]))
         there = (
             len(self.batches) - i,
             self.group.most(pass_),

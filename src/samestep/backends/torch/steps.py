@@ -10,10 +10,10 @@ for it. Data that is not on the GPU is copied, on a stream of its own, to where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from samestep.trees import Tree, leaves
 if TYPE_CHECKING:
     from samestep.training.replicas import Replicas
 
+T = TypeVar("T")
 UNROLLED = 8  # steps in one recording, where the host has nothing to do between them
 
 
@@ -58,9 +59,9 @@ class Recording:
             {place: both(torch.clone, *xy) for place, xy in batch.held.items()} if isinstance(batch, Held) else {}
         )
         self.noise: list[dict[int, torch.Generator]] = [{} for _ in steps.places]
-        self.graphs: list[tuple[torch.cuda.CUDAGraph, Parts]] = []
-        self.updates: list[torch.cuda.CUDAGraph] = []
-        self.whole: dict[int, torch.cuda.CUDAGraph] = {}  # with one GPU: so many steps, sums and updates
+        self.graphs: list[tuple[Any, Parts]] = []
+        self.updates: list[Any] = []
+        self.whole: dict[int, Any] = {}  # with one GPU: so many steps, sums and updates
 
     def record(self, batch: Batch) -> None:
         """Record the parts of the sum, which are then there for this batch."""
@@ -77,11 +78,13 @@ class Recording:
     def _rows(self, place: Place, count: int = 1) -> list[Row]:
         return place.rows_of(count, self.examples, gathers=not self.held)
 
-    def _graph(self, noise: dict[int, torch.Generator]) -> torch.cuda.CUDAGraph:
+    def _recorded(self, place: Place, noise: dict[int, torch.Generator], compute: Callable[[], T]) -> tuple[Any, T]:
+        """The graph of a computation, and what it gave."""
         graph = torch.cuda.CUDAGraph()
         for own in noise.values():
             graph.register_generator_state(own)
-        return graph
+        with torch.cuda.device(place.native), recording(graph, self.steps.pool, place.native):
+            return graph, compute()
 
     def _record(self, place: Place, noise: dict[int, torch.Generator], batch: Batch) -> None:
         backend, n = self.group.backend, self.n
@@ -90,19 +93,21 @@ class Recording:
         for j, shard in mine:
             expected.add((shard, shard + 1), place.replicas[j].single(batch, shard))
         if not mine:
-            return self.graphs.append((torch.cuda.CUDAGraph(), {}))
+            return self.graphs.append((None, {}))
         generator = torch.cuda.default_generators[place.native.index or 0]
         seed_gpu(0, place.native)
         (row,) = self._rows(place)
         warm_up(partial(self._parts, place, noise, row), place.aside)
         if generator.get_offset():  # numbers were drawn: each shard has a generator, whose seed is set before a launch
             noise |= {shard: generator.clone_state() for _, shard in mine}
-        graph = self._graph(noise)
         place.at.sub_(1)
-        with recording(graph, self.steps.pool, place.native):
+
+        def compute() -> Parts:
             (row,) = self._rows(place)
             place.at.sub_(1)  # the update has this row, too
-            parts = self._parts(place, noise, row)
+            return self._parts(place, noise, row)
+
+        graph, parts = self._recorded(place, noise, compute)
         self.graphs.append((graph, parts))
         self._seed(noise, batch)
         graph.replay()
@@ -115,18 +120,20 @@ class Recording:
             self.graphs.clear()  # they have shown that the sums are right, and `whole` has them too
             return self.record_whole(1)
         for place in self.steps.places:
-            graph, total = torch.cuda.CUDAGraph(), self.steps.totals[place.device]
-            with torch.cuda.device(place.native), recording(graph, self.steps.pool, place.native):
-                place.steps(self._rows(place), lambda row, total=total: total, self.examples)
-            self.updates.append(graph)
+
+            def update(place: Place = place, total: Tensor = self.steps.totals[place.device]) -> None:
+                place.steps(self._rows(place), lambda row: total, self.examples)
+
+            self.updates.append(self._recorded(place, {}, update)[0])
 
     def record_whole(self, count: int) -> None:
         """Record so many steps as one, if there is but one GPU: then nothing is exchanged."""
         (place,), (noise,) = self.steps.places, self.noise
-        graph = self._graph(noise)
-        with torch.cuda.device(place.native), recording(graph, self.steps.pool, place.native):
+
+        def compute() -> None:
             place.steps(self._rows(place, count), lambda row: self._parts(place, noise, row)[0, self.n], self.examples)
-        self.whole[count] = graph
+
+        self.whole[count], _ = self._recorded(place, noise, compute)
 
     @property
     def several(self) -> bool:
@@ -206,10 +213,9 @@ class TorchSteps(Steps):
             row: Tensor | None
             made = self.recordings.get(key := keys[i] if resident else self._key(batch))
             if made and made.several and n - i >= UNROLLED and keys[i : i + UNROLLED] == [key] * UNROLLED:
-                if UNROLLED not in made.whole:
-                    made.record_whole(UNROLLED)
-                made.whole[UNROLLED].replay()
-                i += UNROLLED
+                if UNROLLED in made.whole or self._tried(partial(made.record_whole, UNROLLED)):
+                    made.whole[UNROLLED].replay()
+                    i += UNROLLED
                 continue
             if made is None and key not in self.recordings and self.wanted and len(self.recordings) < SHAPES:
                 row = self._first(batch, lr, t + i, key)
@@ -263,12 +269,20 @@ class TorchSteps(Steps):
                 self._give_up(refused(why))
             return self.group.step(batch, lr, t)
         row = self._updated(made, lr, t)
-        if self.updates:
-            for place in self.places:
-                place.replicas[0].fingerprint()  # its tables come to the GPU
-            made.record_update()
         self.recordings[key] = made
+        for place in self.places if self.updates else ():
+            place.replicas[0].fingerprint()  # its tables come to the GPU
+        if self.updates:
+            self._tried(made.record_update)
         return row
+
+    def _tried(self, record: Callable[[], None]) -> bool:
+        """Record something; whether that went well."""
+        try:
+            record()
+        except RuntimeError as error:
+            self._give_up(refused(cause(error)))
+        return self.wanted
 
     def _updated(self, made: Recording, lr: float, t: int) -> Tensor:
         """Make the update operation by operation, once the parts are there."""

@@ -17,7 +17,7 @@ import samestep
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
     "README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "benchmarks.md", "benchmarks/NOTES.md": "notes-on-speed.md",
 }  # fmt: skip
 # The reference: a page for each subject, with the rooms whose public names are on it. A new name needs no change here.
 REFERENCE = {

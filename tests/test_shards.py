@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.errors import Invalid
-from samestep.shards import Fold, Span, cut, cut_pass, middle, parts, sibling, tree_sum
+from samestep.shards import Fold, Span, cut, cut_pass, middle, parts, sibling, tree_sum, tree_total
 
 properties = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 leaves = st.integers(1, 40)
@@ -297,3 +297,10 @@ def test_tree_sum_of_known_values() -> None:
     assert tree_sum([]) == 0.0
     assert tree_sum([0.1, 0.2, 0.3]) == (0.1 + 0.2) + 0.3 != 0.1 + (0.2 + 0.3)
     assert tree_sum([1e16, 1.0, 1.0, 1.0]) == (1e16 + 1.0) + (1.0 + 1.0) != sum([1e16, 1.0, 1.0, 1.0])
+
+
+def test_arrays_are_added_number_by_number() -> None:
+    rows = np.random.default_rng(0).normal(size=(50, 7)) * 1e3
+    total = tree_total([*rows.T])
+    assert total.tolist() == [tree_sum(row) for row in rows.tolist()]
+    assert total.tolist() != rows.sum(1).tolist()

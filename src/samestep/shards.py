@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from samestep.errors import Invalid
 
@@ -127,15 +127,19 @@ class Fold(Generic[T]):
         return self.parts[0, self.n]
 
 
+def tree_total(values: Sequence[T]) -> T:
+    """Add values, which know +, along the tree: numbers, or arrays of them."""
+    fold: Fold[Any] = Fold(len(values), lambda left, right: left + right)
+    for i, value in enumerate(values):
+        fold.add((i, i + 1), value)
+    total: T = fold.total()
+    return total
+
+
 def tree_sum(values: Sequence[float]) -> float:
     """Sum numbers in float64 along the tree.
 
     >>> tree_sum([0.1, 0.2, 0.3])
     0.6000000000000001
     """
-    if not values:
-        return 0.0
-    fold: Fold[float] = Fold(len(values), lambda left, right: left + right)
-    for i, value in enumerate(values):
-        fold.add((i, i + 1), float(value))
-    return fold.total()
+    return tree_total([*map(float, values)]) if values else 0.0

@@ -560,24 +560,31 @@ class Sums:
     """Takes what tasks give."""
 
     def __init__(self, bands: Any, size: int) -> None:
-        self.bands, self.size, self.found = bands, size, dict[int, torch.Tensor]()
+        self.bands, self.size, self.found = bands, size, dict[tuple[int, int], torch.Tensor]()
 
     def add(self, span: tuple[int, int], part: torch.Tensor, band: int = 0) -> None:
-        assert span == (span[0], span[0] + 1)
-        self.found.setdefault(span[0], torch.full((self.size,), -1.0))[slice(*self.bands[band])] = part
+        self.found.setdefault(span, torch.full((self.size,), -1.0))[slice(*self.bands[band])] = part
 
 
 def test_a_vector_in_bands_is_the_vector_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "LEAST", 64)
     ours = replica(deep(), shards=6)
     assert len(ours.bands) > 3
-    batch = SimpleNamespace(shard=lambda shard, device: examples(5 + shard), keys=range(100, 106))
-    expected = {shard: ours.gradient(*examples(5 + shard), 100 + shard, shard).tolist() for shard in (2, 3, 5)}
-    for bands in (ours.bands, [(0, ours.size)]):
+    pass_, spans = SimpleNamespace(feed=SimpleNamespace(resident={})), [(0, 1)] * 6
+    batch = SimpleNamespace(
+        shard=lambda shard, device: examples(5 + shard), keys=range(100, 106), pass_=pass_, spans=spans
+    )
+    shards = (2, 3, 5)
+    expected = {(i, i + 1): ours.gradient(*examples(5 + i), 100 + i, i).tolist() for i in shards}
+    added = {(2, 4): (torch.tensor(expected[2, 3]) + torch.tensor(expected[3, 4])).tolist(), (5, 6): expected[5, 6]}
+    for bands, given in (
+        (ours.bands, expected),
+        ([(0, ours.size)], added),
+    ):  # in one vector, neighbours are added at once
         sums = Sums(bands, ours.size)
         for task in [*ours.tasks(batch, range(2, 4), sums), *ours.tasks(batch, range(5, 6), sums)]:  # type: ignore[arg-type]
             task()
-        assert {shard: vector.tolist() for shard, vector in sums.found.items()} == expected
+        assert {span: vector.tolist() for span, vector in sums.found.items()} == given
 
 
 @pytest.mark.parametrize("shard", [0, 2, 5])

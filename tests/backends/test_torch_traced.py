@@ -16,6 +16,7 @@ from samestep.backends.find import load
 from samestep.backends.torch import traced
 from samestep.backends.torch.traced import Program, Recorded
 from samestep.devices import Device
+from samestep.shards import Fold, parts
 
 
 class Many(nn.Module):
@@ -111,14 +112,49 @@ def test_a_recording_has_the_bits_of_its_operations_for_other_examples_and_other
     make, shape = MODELS[name]
     torch.manual_seed(0)
     one = replica(make())
-    recorded = Recorded(one, *examples(shape, 0))
+    program = Program([Recorded(one, *examples(shape, 0))])
+
+    def replay(x, y, shard):
+        return one._traced._run(program, [x, y], range(shard, shard + 1))[shard, shard + 1]
+
     for seed, shard in enumerate((0, 3, 1)):
         x, y = examples(shape, seed)
         vector = one.gradient(x, y, 0, shard)
-        assert torch.equal(recorded(x, y, shard).view(torch.uint8), vector.view(torch.uint8))
+        assert torch.equal(replay(x, y, shard).view(torch.uint8), vector.view(torch.uint8))
         one.advance(vector, len(y))
         one.assign(one.parameters - 0.01 * vector[: one.layouts[0].size])
-    assert not torch.equal(recorded(x, y, 2), recorded(x, y, 1))
+    assert not torch.equal(replay(x, y, 2), replay(x, y, 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shards", [range(4), range(3), range(1, 4)])
+def test_neighbours_in_one_call_are_the_sums_of_shards_by_operations(name, shards):
+    """Shards of two sizes, taken out of a whole data set. The twin: the same vectors, added in another order."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    one = replica(make())
+    x, y = examples(shape, 7, n=30)
+    order, spans = torch.randperm(30, generator=torch.Generator().manual_seed(1)), [(0, 6), (6, 12), (12, 17), (17, 22)]
+    sizes = [spans[shard][1] - spans[shard][0] for shard in shards]
+    recorded = {size: Recorded(one, x[:size].clone(), y[:size].clone()) for size in set(sizes)}
+    wanted = parts(shards[0], shards[-1] + 1, 4)
+    program = Program([recorded[size] for size in sizes], [(a - shards[0], b - shards[0]) for a, b in wanted])
+    index = order[spans[shards[0]][0] : spans[shards[-1]][1]]
+    found = one._traced._run(program, [x, y, index], shards)
+    vectors = {
+        shard: one.gradient(x[order[slice(*spans[shard])]], y[order[slice(*spans[shard])]], 0, shard)
+        for shard in shards
+    }
+    fold = Fold(4, torch.add)
+    for shard in shards:
+        fold.add((shard, shard + 1), vectors[shard])
+    assert list(found) == wanted
+    for span in wanted:
+        assert torch.equal(found[span].view(torch.uint8), fold.parts[span].view(torch.uint8))
+    if shards == range(4):
+        others = vectors[0] + (vectors[1] + (vectors[2] + vectors[3]))
+        assert not torch.equal(found[0, 4], others)
+        assert program.vectors == 3  # one that was added to another is filled again
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet_with_batch_norm", "embedding"])

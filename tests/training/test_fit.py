@@ -26,7 +26,8 @@ Y = np.arange(40) % 3
 
 
 def fit(folder: Path | None, **settings: Any) -> ss.Run:
-    given = {"max_epochs": 2, "batch_size": 4, "shards": 2, "devices": "cpu", "progress": False, "run_dir": folder}
+    given = {"max_epochs": 2, "batch_size": 4, "shards": 2, "devices": "cpu", "progress": False, "run_dir": folder,
+             "capture": False}  # fmt: skip # and so one step in each call
     return ss.Trainer(**given | settings).fit(mlp((4, 3), seed=1), (X, Y))
 
 

@@ -121,12 +121,14 @@ def test_bits_are_the_same_and_the_trace_tells_what_was_done(tmp_path: Path, cap
     assert mine[0]["ts"] == 0
     assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= mine[0]["dur"] for e in mine if e["name"] != "checkpoints")
     done = tracks(found)
-    assert done["samestep"] == {"compute", "data", "update"}
+    assert done["samestep"] == {"compute", "data", "update", "waiting"}
     assert done["samestep-checkpoint"] == {"checkpoints"}
-    most = {"fit", "step", "data", "compute", "exchange", "update", "looking", "evaluation", "checkpoints", "checks"}
+    most = {"fit", "steps", "data", "exchange", "looking", "evaluation", "checkpoints", "checks"}
     assert done["MainThread"] >= most
-    steps = [event["args"]["step"] for event in mine if event["name"] == "step"]
+    steps = [event["args"]["step"] for event in mine if event["name"] == "update"]
     assert steps == list(range(30))
+    assert {event["args"]["steps"] for event in mine if event["name"] == "steps"} > {1}
+    assert "step" in tracks(events(fit(file, capture=False) and file))["MainThread"]
     shards = [(e["args"]["step"], e["args"]["shard"]) for e in mine if "shard" in e["args"] and e["args"]["step"] == 7]
     assert sorted(shards) == [(7, shard) for shard in range(4)]
     err = capfd.readouterr().err

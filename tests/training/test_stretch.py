@@ -1,19 +1,26 @@
-"""A fit that makes several steps in one call: the same run, with everything at the step where it belongs."""
+"""A fit that makes several steps in one call: the same run, with everything at the step where it belongs. And CPU threads."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import samestep as ss
+from samestep import draws
+from samestep.backends import workers
 from samestep.backends.steps import Steps
 from samestep.backends.torch.backend import TorchBackend
+from samestep.backends.torch.replica import TorchReplica
 from samestep.models import torch as models
 from samestep.training.fit import FIRST
+from samestep.training.replicas import Replicas
+from samestep.training.stretch import Stretch
 
 
 class OneByOne(Steps):
@@ -120,3 +127,78 @@ def test_a_fit_that_is_resumed_goes_on_in_the_middle_of_an_epoch(
     assert run.resumed == 7
     assert sum(several.calls) == 19
     assert run.fingerprints == plain.fingerprints
+
+
+# Threads that go on by themselves
+
+
+@pytest.mark.parametrize("cores", [2, 3, 5])
+@pytest.mark.parametrize("shards", [1, 4, 7])
+def test_threads_that_go_on_give_the_bits_of_one_step_after_the_other(
+    cores: int, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "cores", lambda: cores)
+    made, begin = list[int](), Stretch._begin
+    monkeypatch.setattr(Stretch, "_begin", lambda self, i: [made.append(i), begin(self, i)])
+    run = fit(shards=shards)
+    assert len(made) == 26
+    assert max(made) > 0  # several in one call
+    made.clear()
+    plain = fit(shards=shards, capture=False)
+    assert (run.fingerprint, run.fingerprints) == (plain.fingerprint, plain.fingerprints)
+    assert made == []
+
+
+def test_a_thread_that_goes_on_with_old_weights_is_noticed(plain: ss.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: an update that comes a step late."""
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    update, late = Replicas.update, list[Any]()
+
+    def updated(self: Replicas, *given: Any) -> None:
+        late.append(given)
+        if len(late) > 1:
+            update(self, *late.pop(0))
+
+    monkeypatch.setattr(Replicas, "update", updated)
+    assert fit().fingerprints[1:] != plain.fingerprints[1:]
+
+
+class Stops(nn.Module):
+    """Fails in one shard of the tenth step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(784, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x == 7).any():
+            raise ValueError("seven")
+        return self.layer(x.flatten(1))
+
+
+@pytest.mark.parametrize("where", ["shard", "update", "fingerprint"])
+def test_an_error_ends_all_threads(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "cores", lambda: 3)
+    draw = np.random.default_rng(0)
+    x, y = draw.random((130, 1, 28, 28), dtype=np.float32), draw.integers(0, 10, 130)
+    if where == "shard":
+        x[draws.order(0, 0, 130)[95]] = 7
+    else:
+        owner = Replicas if where == "update" else TorchReplica
+        done, usual = list[int](), getattr(owner, where)
+
+        def fails(self: Any, *given: Any) -> Any:
+            done.append(1)
+            if len(done) == 10:
+                raise ValueError("seven")
+            return usual(self, *given)
+
+        monkeypatch.setattr(owner, where, fails)
+    before = threading.active_count()
+    trainer = ss.Trainer(
+        max_epochs=2, batch_size=10, devices="cpu", progress=False, shards=4, check_every=None, rehearse=False
+    )
+    with pytest.raises(ValueError, match="seven"):
+        trainer.fit(Stops(), ss.Data((x, y)))
+    assert threading.active_count() == before

@@ -97,6 +97,12 @@ class Timed:
 _now: Times | None = None  # of the run that goes on
 
 
+def at(step: int) -> None:
+    """From now on, this step is made."""
+    if _now is not None:
+        _now.step = step
+
+
 def keep(times: Times | None) -> None:
     """From now on, all is kept here; None: nowhere."""
     global _now

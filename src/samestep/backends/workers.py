@@ -27,6 +27,7 @@ def side_by_side(threads: int) -> int:
 class Workers:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self.count = 1  # how many threads compute in this run: the caller's, if there are no others
         self.keeping = False  # whether threads wait for a next run: those of a Group are to know their lanes again
         self._kept: dict[str, ThreadPoolExecutor] = {}  # by what they were made for
         self._busy = threading.Lock()
@@ -49,7 +50,7 @@ class Workers:
             raise Invalid("a fit or an evaluation is already going on in this process: wait for it, or use another")
         self.prepare = prepare
         try:
-            count = side_by_side(threads)
+            count = self.count = side_by_side(threads) if devices[0].kind == "cpu" else 1
             if devices[0].kind == "cpu" and count >= least:
                 kind = f"{count} {prepare}" if self.keeping else ""
                 self._pool = self._kept.pop(kind, None) or ThreadPoolExecutor(count, "samestep", initializer=prepare)

@@ -30,7 +30,7 @@ from samestep.runs.folder import RunFolder
 from samestep.runs.log import Event, events
 from samestep.runs.run import Run
 from samestep.schedules.rates import Rates, doubt
-from samestep.shards import cut_pass, tree_sum
+from samestep.shards import cut_pass, tree_total
 from samestep.signals import Signals, heard
 from samestep.training.measuring import checked, measured
 from samestep.training.profile import Profile
@@ -284,9 +284,9 @@ class Fit:
             why = "something outside samestep wrote to one of them, or a device computes wrongly"
             raise ReplicasDiffer(f"{what}: {why}")
         table, self.table, shards = np.concatenate(self.table), [], settings.shards
-        losses, hits, more = table[:, :shards].tolist(), table[:, shards : 2 * shards], table[:, 2 * shards :]
+        losses, hits, more = table[:, :shards], table[:, shards : 2 * shards], table[:, 2 * shards :]
         train = self.group.summary(
-            math.fsum(map(tree_sum, losses)), None if self.shape.classes is None else float(hits.sum()),
+            math.fsum(tree_total([*losses.T])), None if self.shape.classes is None else float(hits.sum()),
             [math.fsum(column) for column in more.T], len(self.data.train),
         )  # fmt: skip
         row: dict[str, Any] = {
@@ -327,7 +327,8 @@ class Fit:
     def passing(self, epoch: int, start: int = 0) -> Pass:
         """The examples of an epoch, from a step on."""
         order = draws.order(self.settings.seed, epoch, len(self.data.train), self.settings.sampling)
-        return self.feed.start(order, self.group.spans_here(self.batches[start:]), epoch)
+        asked = [] if self.feed.resident else self.group.spans_here(self.batches[start:])
+        return self.feed.start(order, asked, epoch)
 
     def stop(self, number: int) -> None:
         """Stop because a signal asked for it, once the checkpoint has been written: SIGTERM ends the process."""

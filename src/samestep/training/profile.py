@@ -28,7 +28,8 @@ FILE = "profile.json"
 FIRST, STEPS = 10, 10  # steps of a fit before those that the framework's profiler watches, and how many it watches
 ROWS = {
     "host": "Python between the rest", "data": "read, order, to the device", "compute": "shards: forward, backward",
-    "steps": "whole steps in one call", "exchange": "devices, processes", "update": "optimizer", "looking": "waits for devices",
+    "steps": "whole steps in one call", "exchange": "devices, processes", "update": "optimizer",
+    "waiting": "for the other threads", "looking": "waits for devices",
     "evaluation": "", "checkpoints": "", "checks": "rehearsal, spot checks", "profiler": "of the framework",
 }  # fmt: skip
 

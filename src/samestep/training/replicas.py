@@ -30,6 +30,7 @@ from samestep.processes.world import World
 from samestep.runs.checkpoint import pack, unpack
 from samestep.shards import Span, cut, cut_pass, parts, tree_sum
 from samestep.training.step import Step, StepAcross
+from samestep.training.stretch import Threads
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica, Vector
@@ -130,8 +131,8 @@ class Replicas:
 
     @cached_property
     def several(self) -> Steps | None:
-        """What makes several steps in one call, if the backend has that for this group."""
-        return self.backend.steps(self) if self.settings.capture else None
+        """What makes several steps in one call, if this group has that."""
+        return self.backend.steps(self) or Threads.of(self) if self.settings.capture else None
 
     def most(self, pass_: Pass) -> int:
         """How many steps over the examples of a pass `steps` may be asked for."""
@@ -153,7 +154,7 @@ class Replicas:
     def updated(self, totals: Sequence[Vector], examples: int, lr: float, t: int) -> Vector:
         """Update every replica from the sum over all shards. Returns the numbers of the step."""
         # Update: the same on every replica.
-        z = self._noise(t)
+        z = self.noise(t)
         tasks = [partial(self.update, i, total, examples, lr, t, z) for i, total in enumerate(totals)]
         with timed("update"):
             self.backend.map(each_timed("update", tasks))
@@ -179,7 +180,7 @@ class Replicas:
         total = self.sums(batch)[0]
         return total[: self.replicas[0].layouts[0].size] / self._over(total, batch.examples)
 
-    def _noise(self, t: int) -> NDArray[Any] | None:
+    def noise(self, t: int) -> NDArray[Any] | None:
         """The noise that a noisy optimizer asks for, the same on every replica."""
         optimizer, layout = self.settings.optimizer, self.replicas[0].layouts[0]
         if not (isinstance(optimizer, Optimizer) and optimizer.noisy):

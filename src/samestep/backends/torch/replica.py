@@ -26,9 +26,8 @@ from samestep.backends.torch.lane import Lane
 from samestep.backends.torch.noise import TorchNoise, seed_gpu
 from samestep.backends.torch.recorder import Recorder, keeps_state
 from samestep.backends.torch.traced import Traced
-from samestep.backends.workers import cores
 from samestep.devices import Device
-from samestep.shards import Span
+from samestep.shards import Span, cut
 from samestep.trees import Tree, length
 
 if TYPE_CHECKING:
@@ -105,17 +104,18 @@ class TorchReplica(Replica):
         return [theirs.get(id(p), f"of shape {tuple(p.shape)}") for p in used if id(p) not in ours], []
 
     def replayed(self, batch: Batch, shard: int) -> Tensor:
-        return self._traced(*batch.shard(shard, self.device), batch.keys[shard], shard)
+        return self._traced.one(*batch.shard(shard, self.device), batch.keys[shard], shard)
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
-        left = iter(shards)
+        if len(sums.bands) == 1:
 
-        def whole() -> None:
-            for shard in left:
-                sums.add((shard, shard + 1), self.replayed(batch, shard))
+            def several(shards: range) -> None:
+                for span, part in self._traced.sums(batch, shards).items():
+                    sums.add(span, part)
 
-        if len(sums.bands) == 1:  # a task for each thread, not for each shard: to hand one over takes time
-            return [whole] * min(len(shards), cores())
+            return [
+                partial(several, shards[lo:hi]) for lo, hi in cut(len(shards), self.backend.workers.count) if lo < hi
+            ]
 
         def compute(shard: int) -> None:
             lane, span = self.lane(training=True), (shard, shard + 1)

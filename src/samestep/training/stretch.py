@@ -1,0 +1,112 @@
+"""Several steps on the CPU in one call: the threads go on from one step to the next, and nobody hands them tasks in between.
+
+To wake a thread takes longer than many a shard, so a thread sleeps only until the others have computed theirs. The one that
+comes last makes the update. The bits are those of one step after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from samestep.backends.steps import Steps
+from samestep.backends.times import at, each_timed, timed
+from samestep.shards import cut
+from samestep.training.step import Step
+
+if TYPE_CHECKING:
+    from samestep.backends.base import Vector
+    from samestep.backends.replica import Task
+    from samestep.data.feed import Batch, Pass
+    from samestep.training.replicas import Replicas
+
+MOST = 64  # steps in one call
+
+
+class Threads(Steps):
+    """Makes the steps of one replica on the CPU."""
+
+    def __init__(self, group: Replicas) -> None:
+        self.group = group
+
+    @staticmethod
+    def of(group: Replicas) -> Threads | None:
+        """If threads compute the shards of one replica, and no other process has a part in its sums."""
+        alone = group.world.size == 1 and len(group.replicas) == 1
+        return Threads(group) if alone and group.backend.workers.there else None
+
+    def most(self, pass_: Pass) -> int:
+        return 1 if pass_.feed.here else MOST
+
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
+        stretch, backend = Stretch(self.group, batches, rates, t), self.group.backend
+        backend.workers.map([partial(stretch.work, i) for i in range(backend.workers.count)])
+        return backend.concat(stretch.numbers), backend.concat(stretch.prints)
+
+
+class Stretch:
+    """Some steps, one after the other."""
+
+    def __init__(self, group: Replicas, batches: Sequence[Batch], rates: Sequence[float], t: int) -> None:
+        self.group, self.steps, self.t = group, list(zip(batches, rates, strict=True)), t
+        self.numbers, self.prints = list[Any](), list[Any]()  # of each step that was made
+        self._turns = [SimpleQueue[None]() for _ in range(group.backend.workers.count)]  # what a thread waits for
+        self._lock, self._there, self._failed = threading.Lock(), 0, False
+        self._begin(0)
+
+    def work(self, thread: int) -> None:
+        """What one of the threads does."""
+        try:
+            for i in range(len(self.steps)):
+                with self._lock:  # free once the tasks are there
+                    tasks = self._tasks[thread]
+                for task in each_timed("compute", tasks):
+                    task()
+                with self._lock:
+                    self._there += 1
+                    last = self._there == len(self._turns)
+                    if self._there == 1 and i:
+                        self._print()  # after the step before: the others still compute
+                    if last:
+                        self._end(i, thread)
+                if not last:
+                    with timed("waiting"):
+                        self._turns[thread].get()
+                if self._failed:
+                    return
+        except BaseException:
+            self._failed = True
+            self._wake(thread)
+            raise
+
+    def _begin(self, i: int) -> None:
+        """Hand out the tasks of a step: neighbours to one thread."""
+        at(self.t + i)
+        batch, _ = self.steps[i]
+        self._step, self._there = Step(self.group, len(batch.spans)), 0
+        tasks = self.group.replicas[0].tasks(batch, self._step.shares[0], self._step.sums[0])
+        self._tasks: list[Sequence[Task]] = [tasks[lo:hi] for lo, hi in cut(len(tasks), len(self._turns))]
+
+    def _end(self, i: int, thread: int) -> None:
+        """All shards of a step are there: make the update."""
+        group, total, t, (batch, lr) = self.group, self._step.sums[0].folds[0].total(), self.t + i, self.steps[i]
+        with timed("update"):
+            group.update(0, total, batch.examples, lr, t, group.noise(t))
+        self._wake(thread)  # which takes as long as what follows
+        self.numbers.append(group.backend.concat([group.numbers(total)]))  # a copy, so that the rest can be freed
+        if i + 1 < len(self.steps):
+            self._begin(i + 1)
+        else:
+            self._print()
+
+    def _print(self) -> None:
+        self.prints.append(self.group.replicas[0].fingerprint())
+
+    def _wake(self, thread: int) -> None:
+        """Let the other threads go on."""
+        for i, turn in enumerate(self._turns):
+            if i != thread:
+                turn.put(None)

@@ -1,4 +1,4 @@
-"""For tests that count checkpoints: none may take the place of another."""
+"""For tests that count checkpoints, none of which may take the place of another, or steps, each of which is a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from samestep.runs.folder import RunFolder
+from samestep.training.stretch import Threads
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
@@ -18,3 +19,8 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
         self.writer.flush()
 
     patch.setattr(RunFolder, "save", wait)
+
+
+def one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The threads do not go on from step to step by themselves."""
+    patch.setattr(Threads, "of", staticmethod(lambda group: None))

@@ -40,6 +40,7 @@ from samestep.processes.torch import TorchWorld
 from samestep.training import fit
 from samestep.training.replicas import Replicas
 from samestep.training.step import StepAcross
+from samestep.training.stretch import Threads
 
 DEADLINE = 60.0  # seconds after which a condition that does not come is a failure
 RANDOM = np.random.default_rng(0)
@@ -288,6 +289,7 @@ def befall(how: str, at: int, where: str = "before") -> None:
             happen()  # the first band is on its way, the others will never come
 
     Replicas.step, StepAcross._added = stepping, adding  # type: ignore[method-assign]
+    Threads.of = staticmethod(lambda group: None)  # type: ignore[assignment,method-assign] # one step in each call
     TorchReplica._compute = computing  # type: ignore[method-assign]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import suite
+from patience import one_by_one
 from safetensors.numpy import load_file
 from torch import nn
 
@@ -52,6 +53,7 @@ def path(monkeypatch):
         return result
 
     monkeypatch.setattr(Replicas, "step", recording)
+    one_by_one(monkeypatch)
     return seen
 
 

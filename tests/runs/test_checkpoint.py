@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from patience import be_patient
+from patience import be_patient, one_by_one
 from safetensors import safe_open
 from safetensors.numpy import load, load_file
 from torch import nn
@@ -764,6 +764,7 @@ UNCHECKED: dict[str, Any] = {"rehearse": False, "check_every": None}  # they wou
 
 
 def test_every_so_many_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
+    one_by_one(monkeypatch)
     shards: list[None] = []  # that have been computed; each takes 2.5 seconds, a step 10
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(monotonic=lambda: 2.5 * len(shards)))
 

@@ -31,7 +31,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conformance import suite
-from patience import be_patient
+from patience import be_patient, one_by_one
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from torch import nn
@@ -104,8 +104,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def unchecked() -> Iterator[None]:
-    """A fuse counts shards, so only those of updates may be computed: no rehearsal, no spot checks, no trial of a gradient."""
+    """A fuse counts shards, so only those of updates may be computed, one by one: no rehearsal, no spot checks, no trial."""
     with pytest.MonkeyPatch.context() as patch:
+        one_by_one(patch)
         patch.setattr(measuring, "_apart", lambda *about: 0.0)
         patch.setenv(OVERRIDES, json.dumps({"rehearse": False, "check_every": None}))
         yield

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conformance import suite
+from patience import one_by_one
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -223,6 +224,7 @@ def test_a_schedule_is_asked_once_for_every_update_whatever_the_number_of_device
 
 def test_the_rates_on_the_way_are_told_in_pieces_too(tmp_path, monkeypatch):
     """Somebody who watches is told every half second; the rates of all pieces together are the same."""
+    one_by_one(monkeypatch)
     monkeypatch.setattr("samestep.training.fit.LIVE", 0.0)
     schedule = poly(0.3, 20)
     check(tmp_path, schedule.values(len(T)), schedule=schedule)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from patience import be_patient
+from patience import be_patient, one_by_one
 from rich.console import Console
 from screen.command import TEST, TRAIN, Done, Samestep, samestep, sealed
 
@@ -384,6 +384,7 @@ def test_an_interrupted_script_goes_on_after_its_fit_and_can_be_resumed(samestep
 
 
 def test_an_interrupted_job_says_how_to_resume_it(samestep: Samestep, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one(monkeypatch)
     looked, sent = Fit.look, list[int]()
 
     def look(self: Fit, *given: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 import samestep as ss
 from samestep.backends import times
-from samestep.backends.steps import Steps
+from samestep.backends.steps import Made, Steps
 from samestep.backends.times import OURS, Times, covered, each_timed, keep, timed, timed_as
 from samestep.backends.torch import profile as theirs
 from samestep.backends.torch.backend import TorchBackend
@@ -121,7 +121,7 @@ def test_bits_are_the_same_and_the_trace_tells_what_was_done(tmp_path: Path, cap
     assert mine[0]["ts"] == 0
     assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= mine[0]["dur"] for e in mine if e["name"] != "checkpoints")
     done = tracks(found)
-    assert done["samestep"] == {"compute", "data", "update", "waiting"}
+    assert done["samestep"] == {"compute", "data", "exchange", "update", "waiting"}
     assert done["samestep-checkpoint"] == {"checkpoints"}
     most = {"fit", "steps", "data", "exchange", "looking", "evaluation", "checkpoints", "checks"}
     assert done["MainThread"] >= most
@@ -236,12 +236,11 @@ class InTurn(Steps):
     def most(self, pass_: Pass) -> int:
         return 1000
 
-    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Any, Any]:
-        made, prints = [], []
-        for i, (batch, lr) in enumerate(zip(batches, rates, strict=True)):
-            made.append(self.group.step(batch, lr, t + i))
-            prints.append(self.group.replicas[0].fingerprint())
-        return torch.cat(made), torch.stack(prints).flatten()
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
+        return [
+            (self.group.step(batch, lr, t + i), self.group.replicas[0].fingerprint())
+            for i, (batch, lr) in enumerate(zip(batches, rates, strict=True))
+        ]
 
 
 def test_a_call_of_several_steps_ends_where_the_profiler_starts_and_ends(

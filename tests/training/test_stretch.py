@@ -14,7 +14,7 @@ from torch import nn
 import samestep as ss
 from samestep import draws
 from samestep.backends import workers
-from samestep.backends.steps import Steps
+from samestep.backends.steps import Made, Steps
 from samestep.backends.torch.backend import TorchBackend
 from samestep.backends.torch.replica import TorchReplica
 from samestep.models import torch as models
@@ -34,10 +34,9 @@ class OneByOne(Steps):
     def most(self, pass_: Any) -> int:
         return 5
 
-    def __call__(self, batches: Sequence[Any], rates: Sequence[float], t: int) -> tuple[Any, Any]:
+    def __call__(self, batches: Sequence[Any], rates: Sequence[float], t: int) -> list[Made]:
         type(self).calls.append(len(batches))
-        made = [self.one(batch, lr, t + i) for i, (batch, lr) in enumerate(zip(batches, rates, strict=True))]
-        return torch.cat([numbers for numbers, _ in made]), torch.cat([print_ for _, print_ in made])
+        return [self.one(batch, lr, t + i) for i, (batch, lr) in enumerate(zip(batches, rates, strict=True))]
 
     def one(self, batch: Any, lr: float, t: int) -> tuple[Any, Any]:
         return self.group.step(batch, lr, t), self.group.replicas[0].fingerprint()
@@ -46,7 +45,7 @@ class OneByOne(Steps):
 class Stale(OneByOne):
     """A broken twin: every step of a call has the rate of the first one."""
 
-    def __call__(self, batches: Sequence[Any], rates: Sequence[float], t: int) -> tuple[Any, Any]:
+    def __call__(self, batches: Sequence[Any], rates: Sequence[float], t: int) -> list[Made]:
         return super().__call__(batches, [rates[0]] * len(rates), t)
 
 

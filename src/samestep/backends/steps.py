@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from samestep.data.feed import Batch, Pass
 
 Vector = Any  # a flat vector of the framework
+# Of some steps: what `Replicas.step` returns, and the fingerprints of the first replica after them. Both are on a device.
+Made = tuple[Vector, Vector]
 
 
 class Steps(ABC):
@@ -23,12 +25,8 @@ class Steps(ABC):
         """How many steps over the examples of this pass one call may make; 0: none, they are made one by one."""
 
     @abstractmethod
-    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
-        """Make these updates, the first of them after t updates, on all replicas of this process.
-
-        Returns two vectors on a device, without waiting for it: for each step what `Replicas.step` returns, and the
-        fingerprints of the first replica after each step.
-        """
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
+        """Make these updates, the first of them after t updates, on all replicas of this process."""
 
     def release(self) -> None:  # noqa: B027
         """Free what only making steps needs."""

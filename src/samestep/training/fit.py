@@ -263,7 +263,7 @@ class Fit:
             n = self.stretch(pass_, i)
             batches = [first, *(Batch(pass_, spans, next(keys)) for spans in self.batches[i + 1 : i + n])]
             pass_.prepare(self.group.spans_here(self.batches[i : i + n]) if self.feed.here else [])
-            pending.append(self.group.steps(batches, rates[i : i + n], self.step))
+            pending += self.group.steps(batches, rates[i : i + n], self.step)
             i, self.step = i + n, self.step + n
             self.averager.after(self.step)
             stop, last = self.world.agreed(vote), i == steps

@@ -34,7 +34,7 @@ from samestep.training.stretch import Threads
 
 if TYPE_CHECKING:
     from samestep.backends.base import Backend, Replica, Vector
-    from samestep.backends.steps import Steps
+    from samestep.backends.steps import Made, Steps
     from samestep.backends.updaters import Updater
     from samestep.devices import Device
     from samestep.training.trainer import Trainer
@@ -138,13 +138,13 @@ class Replicas:
         """How many steps over the examples of a pass `steps` may be asked for."""
         return max(1, self.several.most(pass_)) if self.several else 1
 
-    def steps(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
-        """Make updates, the first after t updates. Returns their numbers, as `step` does, and their fingerprints."""
+    def steps(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
+        """Make updates, the first after t updates."""
         if self.several and self.several.most(batches[0].pass_):
             with self.backend.explained(), timed("steps", steps=len(batches)):
                 return self.several(batches, rates, t)
         (batch,), (lr,) = batches, rates
-        return self.step(batch, lr, t), self.replicas[0].fingerprint()
+        return [(self.step(batch, lr, t), self.replicas[0].fingerprint())]
 
     @timed_as("step")
     def step(self, batch: Batch, lr: float, t: int) -> Vector:

@@ -44,9 +44,13 @@ class Step:
 
     def totals(self, tasks: Sequence[Callable[[], Any]]) -> list[Vector]:
         """Run the tasks that compute the shards. Returns the sum over all shards, on the device of each replica."""
-        group = self.group
         with timed("compute"):
-            group.backend.map(each_timed("compute", tasks))
+            self.group.backend.map(each_timed("compute", tasks))
+        return self.summed()
+
+    def summed(self) -> list[Vector]:
+        """The sum over all shards, once they have been computed."""
+        group = self.group
         devices = [replica.device for replica in group.replicas]
         held = [fold.parts for sums in self.sums for fold in sums.folds]
         with timed("exchange"):

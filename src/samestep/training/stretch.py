@@ -7,30 +7,30 @@ comes last makes the update. The bits are those of one step after the other.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from samestep.backends.steps import Steps
+from samestep.backends.steps import Made, Steps
 from samestep.backends.times import at, each_timed, timed
 from samestep.shards import cut
 from samestep.training.step import Step
 
 if TYPE_CHECKING:
-    from samestep.backends.base import Vector
     from samestep.backends.replica import Task
     from samestep.data.feed import Batch, Pass
     from samestep.training.replicas import Replicas
 
-MOST = 64  # steps in one call
+MOST, AT_ONCE = 64, 0.25  # steps in one call, and seconds; nobody can stop them in between
 
 
 class Threads(Steps):
     """Makes the steps of one replica on the CPU."""
 
     def __init__(self, group: Replicas) -> None:
-        self.group = group
+        self.group, self._most = group, 1
 
     @staticmethod
     def of(group: Replicas) -> Threads | None:
@@ -39,12 +39,18 @@ class Threads(Steps):
         return Threads(group) if alone and group.backend.workers.there else None
 
     def most(self, pass_: Pass) -> int:
-        return 1 if pass_.feed.here else MOST
+        return 1 if pass_.feed.here else self._most
 
-    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Vector, Vector]:
-        stretch, backend = Stretch(self.group, batches, rates, t), self.group.backend
-        backend.workers.map([partial(stretch.work, i) for i in range(backend.workers.count)])
-        return backend.concat(stretch.numbers), backend.concat(stretch.prints)
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
+        stretch, workers, began = (
+            Stretch(self.group, batches, rates, t),
+            self.group.backend.workers,
+            time.perf_counter(),
+        )
+        workers.map([partial(stretch.work, i) for i in range(workers.count)])
+        fits = AT_ONCE * len(batches) / (time.perf_counter() - began)
+        self._most = max(1, min(MOST, int(fits)))
+        return list(zip(stretch.numbers, stretch.prints, strict=True))
 
 
 class Stretch:
@@ -92,7 +98,7 @@ class Stretch:
 
     def _end(self, i: int, thread: int) -> None:
         """All shards of a step are there: make the update."""
-        group, total, t, (batch, lr) = self.group, self._step.sums[0].folds[0].total(), self.t + i, self.steps[i]
+        group, total, t, (batch, lr) = self.group, self._step.summed()[0], self.t + i, self.steps[i]
         with timed("update"):
             group.update(0, total, batch.examples, lr, t, group.noise(t))
         self._wake(thread)  # which takes as long as what follows

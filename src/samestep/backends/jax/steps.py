@@ -22,7 +22,7 @@ from samestep.backends.jax.fingerprint import fingerprint
 from samestep.backends.jax.program import Program, apart, jitted, taken
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.losses import SUM, WEIGHTED
-from samestep.backends.steps import Steps
+from samestep.backends.steps import Made, Steps
 from samestep.backends.updaters import Mean
 from samestep.errors import told
 from samestep.optimizers.updating import FlatUpdater
@@ -181,7 +181,7 @@ class JaxSteps(Steps):
     def most(self, pass_: Pass) -> int:
         return MOST if pass_.feed.resident else 0
 
-    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Any, Any]:
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
         found, done = list[tuple[Any, Any]](), 0
         for sizes, alike in groupby(batches, lambda batch: tuple(hi - lo for lo, hi in batch.spans)):
             these = list(alike)
@@ -191,7 +191,7 @@ class JaxSteps(Steps):
             found += self._launched(sizes, *given) if self._same[sizes] else self._alone(*given)
             done += len(these)
         numbers, prints = zip(*found, strict=True)
-        return Firsts(numbers), Firsts(prints)
+        return [(Firsts(numbers), Firsts(prints))]
 
     def _launched(self, sizes: tuple[int, ...], batches: Sequence[Batch], rates: Sequence[float], t: int) -> Any:
         group, first, batch = self.group, self.group.replicas[0], batches[0]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from samestep.backends.layout import LEAST
-from samestep.backends.steps import Steps
+from samestep.backends.steps import Made, Steps
 from samestep.backends.torch.noise import seed_gpu
 from samestep.backends.torch.place import MOST, Parts, Place, Row
 from samestep.backends.torch.recorder import SHAPES, Unlike, cause, recording, refused, warm_up, warn
@@ -199,7 +199,7 @@ class TorchSteps(Steps):
     def most(self, pass_: Pass) -> int:
         return 0 if not self.wanted else 1 if pass_.feed.here else MOST
 
-    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
         first, pass_, n = self.places[0], batches[0].pass_, len(batches)
         resident = self._is_resident(batches[0])
         for place in self.places:
@@ -229,7 +229,7 @@ class TorchSteps(Steps):
                 for place in self.places:
                     place.at.fill_(i + 1)
             i += 1
-        return first.numbers[:n].flatten().clone(), first.prints[:n].clone()
+        return [(first.numbers[:n].flatten().clone(), first.prints[:n].clone())]
 
     def _is_resident(self, batch: Batch) -> bool:
         """Whether the examples are on the GPU for a whole fit. A batch of a loop of one's own is there for one step."""

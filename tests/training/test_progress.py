@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import one_by_one
 from rich.console import Console
 
 import samestep as ss
@@ -362,6 +363,7 @@ def test_a_fit_in_a_notebook_is_one_output(
     notebook: list[Handle], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("samestep.training.fit.LIVE", -1.0)  # a look after every step
+    one_by_one(monkeypatch)
     run = fit()
     assert capsys.readouterr() == ("", "")
     ((texts),) = [handle.texts for handle in notebook]

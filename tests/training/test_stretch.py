@@ -17,6 +17,7 @@ from samestep.backends import workers
 from samestep.backends.steps import Made, Steps
 from samestep.backends.torch.backend import TorchBackend
 from samestep.backends.torch.replica import TorchReplica
+from samestep.errors import ReplicasDiffer
 from samestep.models import torch as models
 from samestep.training.fit import FIRST
 from samestep.training.replicas import Replicas
@@ -132,14 +133,14 @@ def test_a_fit_that_is_resumed_goes_on_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.parametrize("cores", [2, 3, 5])
-@pytest.mark.parametrize("shards", [1, 4, 7])
+@pytest.mark.parametrize(("shards", "devices"), [(1, 1), (4, 1), (7, 1), (4, 2), (7, 3), (7, 7)])
 def test_threads_that_go_on_give_the_bits_of_one_step_after_the_other(
-    cores: int, shards: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, shards: int, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "cores", lambda: cores)
     made, begin = list[int](), Stretch._begin
     monkeypatch.setattr(Stretch, "_begin", lambda self, i: [made.append(i), begin(self, i)])
-    run = fit(shards=shards)
+    run = fit(shards=shards, devices=["cpu"] * devices)
     assert len(made) == 26
     assert max(made) > 0  # several in one call
     made.clear()
@@ -160,6 +161,30 @@ def test_a_thread_that_goes_on_with_old_weights_is_noticed(plain: ss.Run, monkey
 
     monkeypatch.setattr(Replicas, "update", updated)
     assert fit().fingerprints[1:] != plain.fingerprints[1:]
+
+
+def test_a_replica_that_is_not_updated_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    update = Replicas.update
+    monkeypatch.setattr(Replicas, "update", lambda self, i, *given: None if i == 2 else update(self, i, *given))
+    with pytest.raises(ReplicasDiffer, match="no longer equal"):
+        fit(devices=["cpu"] * 3)
+
+
+def test_threads_have_shards_in_equal_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 replicas with 3, 3 and 2 of 8 shards, 2 threads compute 4 each: one of them has shards of two replicas."""
+    monkeypatch.setattr(workers, "cores", lambda: 2)
+    asked, tasks = list[tuple[int, range]](), TorchReplica.tasks
+
+    def telling(self: TorchReplica, batch: Any, shards: range, sums: Any) -> Any:
+        asked.append((id(self), shards))
+        return tasks(self, batch, shards, sums)
+
+    monkeypatch.setattr(TorchReplica, "tasks", telling)
+    fit(devices=["cpu"] * 3, shards=8, rehearse=False, check_every=None)
+    replicas = list(dict.fromkeys(one for one, _ in asked))
+    first = [(replicas.index(one), *shards) for one, shards in asked[:6] if shards]
+    assert first == [(0, 0, 1, 2), (1, 3), (1, 4, 5), (2, 6, 7)]
 
 
 class Stops(nn.Module):

@@ -124,8 +124,7 @@ class Replicas:
         """The sum over all shards of a batch, on the device of each replica."""
         # Shards: each replica computes its own, and adds them up along the tree as far as it can.
         step = self._kind_of_step(self, len(batch.spans))
-        work = zip(self.replicas, step.shares, step.sums, strict=True)
-        tasks = [task for replica, shards, sums in work for task in replica.tasks(batch, shards, sums)]
+        tasks = [task for mine in step.tasks(batch) for task in mine]
         # Tree and exchange: the sum over all shards, on every device.
         return step.totals(tasks)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samestep.backends.times import each_timed, timed
 from samestep.processes.exchange import exchange
-from samestep.shards import Fold, Span
+from samestep.shards import Fold, Span, cut
 
 if TYPE_CHECKING:
     from samestep.backends.base import Vector
+    from samestep.backends.replica import Task
+    from samestep.data.feed import Batch
     from samestep.training.replicas import Replicas
 
 Tell = Callable[[int, Span], None]  # called after each addition, with its band and its shards
@@ -42,15 +44,33 @@ class Step:
         folds = [[Fold(n, group.backend.add) for _ in self.bands] for _ in self.shares]
         self.sums = [ReplicaSums(self.bands, mine, tell) for mine in folds]
 
-    def totals(self, tasks: Sequence[Callable[[], Any]]) -> list[Vector]:
-        """Run the tasks that compute the shards. Returns the sum over all shards, on the device of each replica."""
-        with timed("compute"):
-            self.group.backend.map(each_timed("compute", tasks))
-        return self.summed()
+    def tasks(self, batch: Batch) -> list[list[Task]]:
+        """What computes the shards of this process: for each thread neighbours, about as many as for the others.
 
-    def summed(self) -> list[Vector]:
-        """The sum over all shards, once they have been computed."""
+        A replica computes its own shards, and adds them up along the tree as far as it can.
+        """
+        first, last = self.shares[0].start, self.shares[-1].stop
+        found: list[list[Task]] = []
+        for lo, hi in cut(last - first, self.group.backend.workers.count):
+            here = [range(max(share.start, first + lo), min(share.stop, first + hi)) for share in self.shares]
+            work = zip(self.group.replicas, here, self.sums, strict=True)
+            found.append([task for replica, shards, sums in work for task in replica.tasks(batch, shards, sums)])
+        return found
+
+    def total(self) -> Vector:
+        """The sum over all shards, once they have been computed. All replicas are on one device."""
+        first, *others = (fold for sums in self.sums for fold in sums.folds)
+        with timed("exchange"):
+            for fold in others:
+                for span, part in fold.parts.items():
+                    first.add(span, part)
+            return first.total()
+
+    def totals(self, tasks: Sequence[Task]) -> list[Vector]:
+        """Run the tasks. Returns the sum over all shards, on the device of each replica."""
         group = self.group
+        with timed("compute"):
+            group.backend.map(each_timed("compute", tasks))
         devices = [replica.device for replica in group.replicas]
         held = [fold.parts for sums in self.sums for fold in sums.folds]
         with timed("exchange"):
@@ -79,7 +99,7 @@ class StepAcross(Step):
             if not self._missing[band]:
                 self._ready[band].set()
 
-    def totals(self, tasks: Sequence[Callable[[], Any]]) -> list[Vector]:
+    def totals(self, tasks: Sequence[Task]) -> list[Vector]:
         group = self.group
         sending = group.sender.submit(self._send)
         try:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.backends.steps import Made, Steps
 from samestep.backends.times import at, each_timed, timed
-from samestep.shards import cut
 from samestep.training.step import Step
 
 if TYPE_CHECKING:
@@ -27,26 +26,23 @@ MOST, AT_ONCE = 64, 0.25  # steps in one call, and seconds; nobody can stop them
 
 
 class Threads(Steps):
-    """Makes the steps of one replica on the CPU."""
+    """Makes the steps of replicas on the CPU."""
 
     def __init__(self, group: Replicas) -> None:
         self.group, self._most = group, 1
 
     @staticmethod
     def of(group: Replicas) -> Threads | None:
-        """If threads compute the shards of one replica, and no other process has a part in its sums."""
-        alone = group.world.size == 1 and len(group.replicas) == 1
-        return Threads(group) if alone and group.backend.workers.there else None
+        """If threads compute the shards, and no other process or GPU has a part in their sum."""
+        here = group.world.size == 1 and len({replica.device for replica in group.replicas}) == 1
+        return Threads(group) if here and group.backend.workers.there else None
 
     def most(self, pass_: Pass) -> int:
         return 1 if pass_.feed.here else self._most
 
     def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
-        stretch, workers, began = (
-            Stretch(self.group, batches, rates, t),
-            self.group.backend.workers,
-            time.perf_counter(),
-        )
+        workers, began = self.group.backend.workers, time.perf_counter()
+        stretch = Stretch(self.group, batches, rates, t)
         workers.map([partial(stretch.work, i) for i in range(workers.count)])
         fits = AT_ONCE * len(batches) / (time.perf_counter() - began)
         self._most = max(1, min(MOST, int(fits)))
@@ -89,18 +85,19 @@ class Stretch:
             raise
 
     def _begin(self, i: int) -> None:
-        """Hand out the tasks of a step: neighbours to one thread."""
+        """Hand out the tasks of a step."""
         at(self.t + i)
         batch, _ = self.steps[i]
         self._step, self._there = Step(self.group, len(batch.spans)), 0
-        tasks = self.group.replicas[0].tasks(batch, self._step.shares[0], self._step.sums[0])
-        self._tasks: list[Sequence[Task]] = [tasks[lo:hi] for lo, hi in cut(len(tasks), len(self._turns))]
+        self._tasks: list[list[Task]] = self._step.tasks(batch)
 
     def _end(self, i: int, thread: int) -> None:
         """All shards of a step are there: make the update."""
-        group, total, t, (batch, lr) = self.group, self._step.summed()[0], self.t + i, self.steps[i]
+        group, total, t, (batch, lr) = self.group, self._step.total(), self.t + i, self.steps[i]
         with timed("update"):
-            group.update(0, total, batch.examples, lr, t, group.noise(t))
+            z = group.noise(t)
+            for replica in range(len(group.replicas)):
+                group.update(replica, total, batch.examples, lr, t, z)
         self._wake(thread)  # which takes as long as what follows
         self.numbers.append(group.backend.concat([group.numbers(total)]))  # a copy, so that the rest can be freed
         if i + 1 < len(self.steps):

@@ -27,7 +27,7 @@ from samestep.backends.torch.noise import TorchNoise, seed_gpu
 from samestep.backends.torch.recorder import Recorder, keeps_state
 from samestep.backends.torch.traced import Traced
 from samestep.devices import Device
-from samestep.shards import Span, cut
+from samestep.shards import Span
 from samestep.trees import Tree, length
 
 if TYPE_CHECKING:
@@ -107,15 +107,12 @@ class TorchReplica(Replica):
         return self._traced.one(*batch.shard(shard, self.device), batch.keys[shard], shard)
 
     def tasks(self, batch: Batch, shards: range, sums: ReplicaSums) -> list[Task]:
+        def together() -> None:
+            for span, part in self._traced.sums(batch, shards).items():
+                sums.add(span, part)
+
         if len(sums.bands) == 1:
-
-            def several(shards: range) -> None:
-                for span, part in self._traced.sums(batch, shards).items():
-                    sums.add(span, part)
-
-            return [
-                partial(several, shards[lo:hi]) for lo, hi in cut(len(shards), self.backend.workers.count) if lo < hi
-            ]
+            return [together] if shards else []
 
         def compute(shard: int) -> None:
             lane, span = self.lane(training=True), (shard, shard + 1)

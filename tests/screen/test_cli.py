@@ -109,11 +109,12 @@ def test_train_models(name: str, model: str, samestep: Samestep) -> None:
 def test_train_takes_every_setting(samestep: Samestep) -> None:
     options = {
         "shards": 3, "clip": 0.5, "lr": 0.05, "momentum": 0.9, "seed": 7, "threads-per-shard": 2,
-        "sampling": "with_replacement",
+        "sampling": "with_replacement", "memory-format": "channels_last",
     }  # fmt: skip
     given = [text for name, value in options.items() for text in (f"--{name}", value)]
     done = samestep("train", *QUICK, *given, "--no-deterministic", "--run-dir", "run")
     recipe = ss.Run.load("run").recipe
+    assert recipe["memory_format"] == "channels_last"
     assert {name: recipe[name] for name in ("shards", "seed", "threads_per_shard", "sampling", "deterministic")} == {
         "shards": 3, "seed": 7, "threads_per_shard": 2, "sampling": "with_replacement", "deterministic": False
     }  # fmt: skip
@@ -212,6 +213,8 @@ BAD = {
     "--seed -1": "seed must be at least 0, got seed=-1",
     "--seed 18446744073709551616": "seed must be at most 18446744073709551615, got seed=18446744073709551616",
     "--threads-per-shard 0": "threads_per_shard must be at least 1",
+    "--precision half": "precision must be one of 'float32', 'tf32', 'bfloat16', got precision='half'",
+    "--memory-format nhwc": "memory_format must be one of 'contiguous', 'channels_last', got memory_format='nhwc'",
     "--sampling all": "sampling must be one of without_replacement, with_replacement, in_order, got sampling='all'",
     "--model vgg": "unknown model 'vgg': choose one of lenet, lenet_modern, mlp, resnet18",
     "--backend caffe": "no backend 'caffe': samestep has torch, jax, tensorflow, paddle",
@@ -1032,7 +1035,7 @@ OPTIONS = {
         "SCRIPT", "--model", "--devices", "--shards", "--batch-size", "--epochs", "--lr", "--schedule", "--momentum", "--clip",
         "--seed", "--threads-per-shard", "--sampling", "--deterministic", "--no-deterministic", "--run-dir", "--quiet",
         "-q", "--checkpoint-every", "--resume", "--processes", "--backend",
-        "--portable", "--accept", "--profile",
+        "--portable", "--accept", "--profile", "--precision", "--memory-format", "--compile",
     ],
     ("verify",): [
         "--backend", "--devices", "--processes", "--all", "--kill", "--resume-on", "--epochs", "--seed", "--keep", "--json",

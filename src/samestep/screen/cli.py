@@ -24,6 +24,7 @@ from rich.table import Table
 from samestep import __version__
 from samestep import portable as switch
 from samestep.backends import find
+from samestep.backends.making import FORMATS, PRECISIONS
 from samestep.checks import whole
 from samestep.errors import Invalid, SamestepError
 from samestep.models import NAMES
@@ -78,6 +79,11 @@ def train(
     clip: Annotated[float | None, option("Largest norm of the gradient; 0: no limit  [0]")] = None,
     seed: Annotated[int | None, option("Decides weights, order and noise  [0]")] = None,
     threads_per_shard: Annotated[int | None, option("Threads of arithmetic per shard on the CPU  [1]")] = None,
+    precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}  [float32]", among=PRECISIONS)] = None,
+    memory_format: Annotated[
+        str | None, option(f"Of images: {', '.join(FORMATS)}  [contiguous]", among=FORMATS)
+    ] = None,
+    compiled: Annotated[bool, option("Compile shards and update (torch.compile)", "--compile")] = False,
     sampling: Annotated[str | None, option("without_replacement, with_replacement or in_order")] = None,
     deterministic: Annotated[bool | None, option("--no-deterministic gives up sameness")] = None,
     portable: Annotated[bool, option("The same bits on every x86-64 CPU with AVX2", "--portable")] = False,
@@ -102,6 +108,7 @@ def train(
         "devices": devices, "shards": shards, "batch_size": batch_size, "max_epochs": epochs,
         "schedule": schedule if lr is None else lr,
         "gradient_clip_val": clip, "seed": seed, "threads_per_shard": threads_per_shard, "sampling": sampling,
+        "precision": precision, "memory_format": memory_format, "compile": compiled or None,
         "deterministic": deterministic, "run_dir": run_dir, "progress": False if quiet else None,
         "checkpoint_every": checkpoint_every, "resume": False if resume == "never" else resume,
         "portable": portable or None, "accept": accept, "profile": profile or None,

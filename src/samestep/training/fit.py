@@ -311,7 +311,7 @@ class Fit:
 
     def stretch(self, pass_: Pass, i: int) -> int:
         """How many steps, from step i of this epoch on, are made before anybody may stop them, look at them or check them."""
-        if self.world.size > 1 or self.averager.wanted:
+        if self.world.size > 1 or self.averager.wanted or self.signals.number:
             return 1
         most = FIRST if len(self.paces) < 2 else max(1, int(LIVE / 2 / self.paces[-1]))
         there = (

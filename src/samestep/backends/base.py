@@ -40,6 +40,7 @@ class Backend(Losses):
     portable = False  # whether the run that goes on is to have the same bits on every CPU
     state: Sequence[str] = ()  # patterns: the names of frozen parameters that may be written to in this run
     making = Making()  # how the shards of this run are computed
+    goes_on = False  # whether the threads that compute shards may go on from step to step by themselves
 
     def __init__(self) -> None:
         self.workers = Workers()

@@ -38,9 +38,7 @@ class Times:
 
     def __init__(self) -> None:
         self.step, self.whole = 0, ""  # the step that is made; which of WHOLE the first thread is in
-        self.events: list[
-            tuple[Track, str, int, int, dict[str, Any]]
-        ] = []  # name, beginning and end, what else is known
+        self.events = list[tuple[Track, str, int, int, dict[str, Any]]]()  # name, beginning, end, what else is known
         self.tracks: list[Track] = []
         self._here = threading.local()
         self.first, self.began = self.track(), perf_counter_ns()

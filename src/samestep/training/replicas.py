@@ -94,9 +94,7 @@ class Replicas:
     def updaters(self) -> list[Updater]:
         """Made on first use: an evaluation needs none, and its model may not be the optimizer's."""
         settings, optimizer = self.settings, self.settings.optimizer
-        alone = (
-            len(self.replicas) == 1 and not settings.compile
-        )  # compiled code must be the same for any number of them
+        alone = len(self.replicas) == 1 and not settings.compile  # compiled code must not depend on their number
         limit = settings.gradient_clip_val
         clip = Clamp(limit) if limit and settings.gradient_clip_algorithm == "value" else limit
         if isinstance(optimizer, Optimizer):
@@ -142,8 +140,11 @@ class Replicas:
         if self.several and self.several.most(batches[0].pass_):
             with self.backend.explained(), timed("steps", steps=len(batches)):
                 return self.several(batches, rates, t)
-        (batch,), (lr,) = batches, rates
-        return [(self.step(batch, lr, t), self.replicas[0].fingerprint())]
+        return [self.one(batches[0], rates[0], t)]
+
+    def one(self, batch: Batch, lr: float, t: int) -> Made:
+        """Make one update."""
+        return self.step(batch, lr, t), self.replicas[0].fingerprint()
 
     @timed_as("step")
     def step(self, batch: Batch, lr: float, t: int) -> Vector:

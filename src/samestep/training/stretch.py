@@ -34,19 +34,24 @@ class Threads(Steps):
     @staticmethod
     def of(group: Replicas) -> Threads | None:
         """If threads compute the shards, and no other process or GPU has a part in their sum."""
-        here = group.world.size == 1 and len({replica.device for replica in group.replicas}) == 1
-        return Threads(group) if here and group.backend.workers.there else None
+        backend, devices = group.backend, {replica.device for replica in group.replicas}
+        here = group.world.size == 1 and len(devices) == 1 and backend.workers.there
+        return Threads(group) if here and backend.goes_on else None
 
     def most(self, pass_: Pass) -> int:
         return 1 if pass_.feed.here else self._most
 
     def __call__(self, batches: Sequence[Batch], rates: Sequence[float], t: int) -> list[Made]:
-        workers, began = self.group.backend.workers, time.perf_counter()
-        stretch = Stretch(self.group, batches, rates, t)
-        workers.map([partial(stretch.work, i) for i in range(workers.count)])
+        group, workers, began = self.group, self.group.backend.workers, time.perf_counter()
+        if len(batches) == 1:
+            made = [group.one(batches[0], rates[0], t)]
+        else:
+            stretch = Stretch(group, batches, rates, t)
+            workers.map([partial(stretch.work, i) for i in range(workers.count)])
+            made = list(zip(stretch.numbers, stretch.prints, strict=True))
         fits = AT_ONCE * len(batches) / (time.perf_counter() - began)
         self._most = max(1, min(MOST, int(fits)))
-        return list(zip(stretch.numbers, stretch.prints, strict=True))
+        return made
 
 
 class Stretch:

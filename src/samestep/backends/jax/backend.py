@@ -42,7 +42,7 @@ clipped = jax.jit(lambda vector, limit: vector * (limit / jnp.maximum(jnp.sqrt((
 
 
 class JaxBackend(Backend):
-    name = "jax"
+    name, goes_on = "jax", True
     an_array = "an array"
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ ARRAYS = tf.Tensor, tf.Variable, keras.Variable
 
 
 class TensorflowBackend(Backend):
-    name = "tensorflow"
+    name, goes_on = "tensorflow", True
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchBackend(Backend):
-    name = "torch"
+    name, goes_on = "torch", True
 
     # Devices
 

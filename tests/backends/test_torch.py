@@ -34,6 +34,7 @@ from samestep.backends.torch.updater import TorchUpdater, _copied
 from samestep.devices import Device
 from samestep.errors import Invalid, OutOfMemory, WrongType
 from samestep.optimizers.averaging import swa
+from samestep.optimizers.updating import FlatUpdater
 from samestep.schedules.kinds import cosine
 
 ROUNDING = 1e-12  # relative, float64: the gradient's sums in another order, over 8 updates
@@ -1028,3 +1029,21 @@ def test_a_model_that_draws_on_the_host_is_not_recorded(restored: list[str], mon
     with pytest.warns(UserWarning, match="it draws numbers on the host"):
         assert drawing.find(lambda x, y: x + torch.rand(2), torch.ones(2), torch.zeros(1), lambda: None) is None
     assert (drawing.wanted, restored) == (False, [])
+
+
+@pytest.mark.parametrize("optimizer", [ss.sgd(momentum=0.9), ss.adagrad(), ss.adamw(weight_decay=0.1)], ids=repr)
+def test_on_the_cpu_samestep_s_optimizers_compute_as_numpy_does(optimizer):
+    """NumPy's square roots are correctly rounded. Those of PyTorch are not on every CPU, and would not be portable."""
+    replica = load("torch").replica(net(torch.float32), None, Device.of("cpu"), 4)
+    updater, weights = FlatUpdater(optimizer, replica, 0.0, True), replica.parameters.numpy().copy()
+    state = {name: np.zeros_like(weights) for name in optimizer.slots}
+    draw, twins = np.random.default_rng(0), list[bool]()
+    for t in range(3):
+        total = draw.standard_normal(replica.size, dtype=np.float32)
+        updater.follow(torch.from_numpy(total.copy()), 60, 0.01, t, None)
+        gradient = total[: len(weights)] / 60
+        twin, _ = optimizer.update(weights.copy(), gradient, state, 0.01 * (1 + 1e-6), t)
+        weights, state = optimizer.update(weights, gradient, state, 0.01, t)
+        assert np.array_equal(replica.parameters.numpy(), weights)
+        twins.append(np.array_equal(replica.parameters.numpy(), twin))
+    assert not all(twins)

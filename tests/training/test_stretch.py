@@ -142,8 +142,8 @@ def test_threads_that_go_on_give_the_bits_of_one_step_after_the_other(
     cores: int, shards: int, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "cores", lambda: cores)
-    made, begin = list[int](), Stretch._begin
-    monkeypatch.setattr(Stretch, "_begin", lambda self, i: [made.append(i), begin(self, i)])
+    made, prepared = list[int](), Stretch._prepared
+    monkeypatch.setattr(Stretch, "_prepared", lambda self, i: (made.append(i), prepared(self, i))[1])
     run = fit(shards=shards, devices=["cpu"] * devices)
     assert max(made) > 0  # several in one call
     made.clear()

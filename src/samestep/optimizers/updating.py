@@ -117,12 +117,12 @@ class FlatUpdater(Updater):
             total, over = self._mean(total, over), 1
         numpy: Any = self.replica.backend.in_memory
         x, total, state = numpy(x), numpy(total), {name: numpy(slot) for name, slot in self.state.items()}
-        change = np.empty(min(BLOCK, len(x)), x.dtype)
+        change, mean = np.empty((2, min(BLOCK, len(x))), x.dtype)
         blocks = [(one, lo) for one in self._segments if not one.frozen for lo in range(one.lo, one.hi, BLOCK)]
         for own, lo in blocks:
             part, rule = slice(lo, min(lo + BLOCK, own.hi)), cast(Descent, own.optimizer)
             slots = {name: slot[part] for name, slot in state.items()}
-            gradient = total[part] if over == 1 else total[part] / over
+            gradient = total[part] if over == 1 else np.divide(total[part], over, out=mean[: part.stop - lo])
             direction, slots = rule.direction(x[part], gradient, slots, t)
             here = change[: part.stop - lo]
             np.multiply(direction, lr * own.lr_scale, out=here)

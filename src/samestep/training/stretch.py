@@ -62,23 +62,24 @@ class Stretch:
         self.numbers, self.prints = list[Any](), list[Any]()  # of each step that was made
         self._turns = [SimpleQueue[None]() for _ in range(group.backend.workers.count)]  # what a thread waits for
         self._lock, self._there, self._failed = threading.Lock(), 0, False
-        self._begin(0)
+        self._now = self._next = self._prepared(0)
 
     def work(self, thread: int) -> None:
         """What one of the threads does."""
         try:
             for i in range(len(self.steps)):
-                with self._lock:  # free once the tasks are there
-                    tasks = self._tasks[thread]
-                for task in each_timed("compute", tasks):
+                with self._lock:  # free once the step before has ended
+                    _, tasks = self._now
+                for task in each_timed("compute", tasks[thread]):
                     task()
                 with self._lock:
                     self._there += 1
                     last = self._there == len(self._turns)
-                    if self._there == 1 and i:
-                        self._print()  # after the step before: the others still compute
+                    if self._there == 1:  # the others still compute
+                        self._meanwhile(i)
                     if last:
-                        self._end(i, thread)
+                        self._end(i)
+                        self._wake(thread)
                 if not last:
                     with timed("waiting"):
                         self._turns[thread].get()
@@ -89,24 +90,31 @@ class Stretch:
             self._wake(thread)
             raise
 
-    def _begin(self, i: int) -> None:
-        """Hand out the tasks of a step."""
-        at(self.t + i)
+    def _prepared(self, i: int) -> tuple[Step, list[list[Task]]]:
+        """Step i, and the tasks of each thread."""
         batch, _ = self.steps[i]
-        self._step, self._there = Step(self.group, len(batch.spans)), 0
-        self._tasks: list[list[Task]] = self._step.tasks(batch)
+        step = Step(self.group, len(batch.spans))
+        return step, step.tasks(batch)
 
-    def _end(self, i: int, thread: int) -> None:
+    def _meanwhile(self, i: int) -> None:
+        """What need not wait for step i: the fingerprint after the step before, and what comes next."""
+        if i:
+            self._print()
+        if i + 1 < len(self.steps):
+            self._next = self._prepared(i + 1)
+
+    def _end(self, i: int) -> None:
         """All shards of a step are there: make the update."""
-        group, total, t, (batch, lr) = self.group, self._step.total(), self.t + i, self.steps[i]
+        group, t, (batch, lr) = self.group, self.t + i, self.steps[i]
+        total = self._now[0].total()
         with timed("update"):
             z = group.noise(t)
             for replica in range(len(group.replicas)):
                 group.update(replica, total, batch.examples, lr, t, z)
-        self._wake(thread)  # which takes as long as what follows
         self.numbers.append(group.backend.concat([group.numbers(total)]))  # a copy, so that the rest can be freed
+        self._now, self._there = self._next, 0
         if i + 1 < len(self.steps):
-            self._begin(i + 1)
+            at(t + 1)
         else:
             self._print()
 

@@ -155,6 +155,9 @@ class TorchBackend(Backend):
     def add(self, left: Any, right: Any) -> Any:
         return left.add_(right)
 
+    def in_memory(self, vector: Any) -> Numbers | None:
+        return None if self.making.compile else vector.detach().numpy()
+
     def concat(self, vectors: Sequence[Any]) -> Any:
         return torch.cat(list(vectors))
 

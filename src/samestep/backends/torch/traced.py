@@ -17,7 +17,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,6 @@ from samestep.shards import Fold, Span, parts
 from samestep.trees import Tree, filled, leaves, length
 
 if TYPE_CHECKING:
-    from samestep.backends.torch.lane import Lane
     from samestep.backends.torch.replica import TorchReplica
     from samestep.data.feed import Batch
 
@@ -63,23 +61,27 @@ def prove(compute: Callable[..., Any], given: Sequence[Tensor]) -> None:
 
 
 class Recorded:
-    """The operations of a shard's vector, for one shape of examples."""
+    """The operations of a shard's vector, for one shape of examples. They take the vector, the slots in it and the examples."""
 
     def __init__(self, replica: TorchReplica, x: Tree, y: Tree) -> None:
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        start, self.size, arrays = replica.size - replica.numbers, length(x), arrays_of(x, y)
+        arrays, vector = arrays_of(x, y), replica.parameters.new_empty(replica.size)
+        self.size, self.arrays = length(x), len(arrays)
+        slots = slots_of(replica, vector, 0)
+        lane, count, start = replica.lanes(1)[0], len(slots), replica.size - replica.numbers
 
-        def compute(lane: Lane, vector: Tensor, places: Tensor, *arrays: Tensor) -> Tensor:
-            given = filled((x,) if y is x else (x, y), arrays)
-            pieces, (_, loss, _, _, hits, _, *others) = replica._compute(lane, given[0], given[-1], None, 0)
+        def compute(vector: Tensor, *given: Tensor) -> Tensor:
+            both = filled((x,) if y is x else (x, y), given[count:])
+            pieces, (_, loss, _, _, hits, _, *others) = replica._compute(lane, both[0], both[-1], None, 0)
             torch.cat(pieces, out=vector[:start])
-            vector[start:].zero_().index_copy_(0, places, torch.cat([loss, hits, *others]))
+            vector[start:].zero_()
+            for slot, number in zip(given[:count], (loss, hits, *others), strict=True):
+                slot.copy_(number)
             return vector
 
-        given = [replica.parameters.new_empty(replica.size), places(replica)[0], *arrays]
-        prove(partial(compute, replica.lanes(1)[0]), given)
-        traced = make_fx(partial(compute, replica.lanes(1)[0]), _allow_non_fake_inputs=True)(*given)
+        prove(compute, [vector, *slots, *arrays])
+        traced = make_fx(compute, _allow_non_fake_inputs=True)(vector, *slots, *arrays)
         for node in traced.graph.find_nodes(op="get_attr"):
             node.meta["tensor"] = getattr(traced, node.target).detach()
         self.graph = traced.graph
@@ -110,10 +112,11 @@ class Recorded:
         graph.eliminate_dead_code()
 
 
-def places(replica: TorchReplica) -> list[Tensor]:
-    """Where the numbers of each shard lie among those at the end of its vector."""
-    more = torch.arange(2 * replica.shards, replica.numbers)
-    return [torch.cat([torch.tensor([i, replica.shards + i]), more]) for i in range(replica.shards)]
+def slots_of(replica: TorchReplica, vector: Tensor, shard: int) -> list[Tensor]:
+    """Where the numbers of a shard lie in its vector: loss, hits and more."""
+    start = replica.size - replica.numbers
+    own = [shard, replica.shards + shard, *range(2 * replica.shards, replica.numbers)]
+    return [vector[start + i : start + i + 1] for i in own]
 
 
 class Traced:
@@ -124,8 +127,8 @@ class Traced:
         self.wanted = wanted and not any(getattr(module, name) for module in modules for name in HOOKS)
         if wanted:
             keep_memory()
-        self._places, self._seen = places(replica), Counter[Any]()
-        self._recorded, self._programs = dict[Any, Recorded](), dict[Any, Program]()
+        self._seen, self._recorded, self._programs = Counter[Any](), dict[Any, Recorded](), dict[Any, Program]()
+        self._vectors: dict[int, list[Tensor]] = {}  # of neighbours, by the first of them
 
     def sums(self, batch: Batch, shards: range) -> dict[Span, Tensor]:
         """The parts of the sum over a batch that neighbouring shards give."""
@@ -134,9 +137,9 @@ class Traced:
             lo, hi = batch.spans[shards[0]][0], batch.spans[shards[-1]][1]
             sizes = tuple(batch.spans[shard][1] - batch.spans[shard][0] for shard in shards)
             spans = tuple((a - shards[0], b - shards[0]) for a, b in parts(shards[0], shards[-1] + 1, n))
-            if program := self._program(*resident[device], sizes, spans):
+            if program := self._program(*resident[device], sizes, spans, shards[0]):
                 index = batch.pass_.order_on[device][lo:hi]
-                return self._run(program, [*arrays_of(*resident[device]), index], shards)
+                return program(*arrays_of(*resident[device]), index)  # its vectors are free: the step before has ended
         fold: Fold[Tensor] = Fold(n, self.replica.backend.add)
         for shard in shards:
             fold.add((shard, shard + 1), self.one(*batch.shard(shard, device), batch.keys[shard], shard))
@@ -145,7 +148,7 @@ class Traced:
     def one(self, x: Tree, y: Tree, key: int, shard: int) -> Tensor:
         """The vector of one shard."""
         if program := self._program(x, y, (length(x),)):
-            return self._run(program, arrays_of(x, y), range(shard, shard + 1))[shard, shard + 1]
+            return self._alone(program, x, y, shard)
         vector = self.replica.gradient(x, y, key, shard)
         if self.wanted and self.noise.way == FREE:
             kind = self._kind(x, y, length(x))
@@ -159,24 +162,26 @@ class Traced:
         thread = threading.get_ident() if self.replica.state else 0  # with buffers of its own, each has its recordings
         return thread, y is x, size, *((array.shape[1:], array.stride(), array.dtype) for array in arrays_of(x, y))
 
-    def _program(self, x: Tree, y: Tree, sizes: Sequence[int], spans: Sequence[Span] = ()) -> Program | None:
+    def _program(
+        self, x: Tree, y: Tree, sizes: Sequence[int], spans: Sequence[Span] = (), first: int = 0
+    ) -> Program | None:
         """What computes shards of these sizes, if all are recorded; with `spans`, their examples are taken out of x and y."""
         if not self._recorded or not self.wanted or self.noise.way != FREE:
             return None
-        key = self._kind(x, y, 0), sizes, spans
+        key = self._kind(x, y, 0), sizes, spans, first
         if key not in self._programs:
-            recorded = [self._recorded.get(self._kind(x, y, size)) for size in sizes]
-            if None in recorded:
+            recorded = [one for size in sizes if (one := self._recorded.get(self._kind(x, y, size)))]
+            if len(recorded) < len(sizes):
                 return None
-            self._programs[key] = Program([one for one in recorded if one], spans)
+            vectors = self._vectors.setdefault(first, [])
+            self._programs[key] = Program(self.replica, recorded, spans, first, vectors)
         return self._programs[key]
 
-    def _run(self, program: Program, given: Sequence[Tensor], shards: range) -> dict[Span, Tensor]:
-        vectors = [self.replica.parameters.new_empty(self.replica.size) for _ in range(program.vectors)]
-        torch._C._set_graph_executor_optimize(False)  # of this thread: else it may choose other operations
-        with torch.inference_mode():
-            program.function(*given, *(self._places[shard] for shard in shards), *vectors, *program.tensors)
-        return {(shards[0] + lo, shards[0] + hi): vectors[i] for (lo, hi), i in program.parts.items()}
+    def _alone(self, program: Program, x: Tree, y: Tree, shard: int) -> Tensor:
+        """The vector of one shard, by a program for any one."""
+        vector = self.replica.parameters.new_empty(self.replica.size)
+        program(vector, *slots_of(self.replica, vector, shard), *arrays_of(x, y))
+        return vector
 
     def _record(self, kind: Any, x: Tree, y: Tree, shard: int, vector: Tensor) -> None:
         """Record this shard's computation, if it gives the same vector."""
@@ -186,7 +191,7 @@ class Traced:
             try:
                 with warnings.catch_warnings(action="ignore"):
                     recorded = Recorded(self.replica, x, y)
-                found = self._run(Program([recorded]), arrays_of(x, y), range(shard, shard + 1))[shard, shard + 1]
+                found = self._alone(Program(self.replica, [recorded], (), 0, []), x, y, shard)
             except Exception:  # there are many, and the operations say what is wrong if anything is
                 self.wanted = False
                 return
@@ -204,57 +209,84 @@ def arrays_of(x: Tree, y: Tree) -> list[Tensor]:
 class Program:
     """What neighbouring shards compute, in one call of PyTorch's interpreter.
 
-    Its arguments are the examples of one shard; or, if `spans` says which parts of the sum are wanted, those of a data set
-    and the rows among them. Then the places of the shards' numbers, the vectors that it fills, and `tensors`.
+    It takes what the recording of one shard takes. Or, if `spans` says which parts of the sum are wanted, it takes the arrays
+    of a data set and the rows among them, and computes in `vectors`, of which it makes as many as it needs. These stay: glibc
+    gives large ones back to the system, which clears them anew.
     """
 
-    def __init__(self, shards: Sequence[Recorded], spans: Sequence[Span] = ()) -> None:
-        graph, row, vectors, free = fx.Graph(), 0, list[fx.Node](), list[fx.Node]()
-        arrays = [graph.placeholder(f"array{i}") for i in range(len(shards[0].given) - 2)]
-        index = graph.placeholder("index") if spans else None
-        places = [graph.placeholder(f"places{i}") for i in range(len(shards))]
+    def __init__(
+        self, replica: TorchReplica, shards: Sequence[Recorded], spans: Sequence[Span], first: int, vectors: list[Tensor]
+    ) -> None:
+        self.held, self.parts = dict[fx.Node, Tensor](), dict[Span, Tensor]()  # what is there before a call; what it gives
+        graph, row, made, free = fx.Graph(), 0, 0, list[fx.Node]()
+
+        def hold(tensor: Tensor) -> fx.Node:
+            node = graph.placeholder(f"held{len(self.held)}")
+            self.held[node] = tensor
+            return node
 
         def add(left: fx.Node, right: fx.Node) -> fx.Node:
             graph.call_function(aten.add_.Tensor, (left, right))
             free.append(right)  # to be filled again
             return left
 
-        self.parts = dict[Span, int]()  # which of the vectors has a part in the end
-        for lo, hi in spans or [(0, 1)]:
+        if not spans:
+            (one,) = shards
+            graph.graph_copy(one.graph, {node: graph.placeholder(node.name) for node in one.given})
+        arrays = [graph.placeholder(f"array{i}") for i in range(shards[0].arrays)] if spans else []
+        index = graph.placeholder("index") if spans else None
+        for lo, hi in spans:
             fold: Fold[fx.Node] = Fold(hi - lo, add)
             for i in range(lo, hi):
                 if not free:
-                    vectors.append(graph.placeholder(f"vector{len(vectors)}"))
-                    free.append(vectors[-1])
-                examples = arrays
-                if index:
-                    rows = graph.call_function(aten.slice.Tensor, (index, 0, row, row + shards[i].size))
-                    examples = [graph.call_function(aten.index_select.default, (array, 0, rows)) for array in arrays]
-                row, vector = row + shards[i].size, free.pop()
-                graph.graph_copy(
-                    shards[i].graph, dict(zip(shards[i].given, [vector, places[i], *examples], strict=True))
-                )
+                    if made == len(vectors):
+                        vectors.append(replica.parameters.new_empty(replica.size))
+                    free.append(hold(vectors[made]))
+                    made += 1
+                vector, size = free.pop(), shards[i].size
+                rows = graph.call_function(aten.slice.Tensor, (index, 0, row, row + size))
+                row += size
+                slots = map(hold, slots_of(replica, self.held[vector], first + i))
+                examples = [graph.call_function(aten.index_select.default, (array, 0, rows)) for array in arrays]
+                given = dict(zip(shards[i].given, [vector, *slots, *examples], strict=True))
+                graph.graph_copy(shards[i].graph, given)
                 fold.add((i - lo, i - lo + 1), vector)
-            self.parts[lo, hi] = vectors.index(fold.total())
-        self.vectors = len(vectors)
+            self.parts[first + lo, first + hi] = self.held[fold.total()]
         self._translate(graph)
 
+    def __call__(self, *given: Tensor) -> dict[Span, Tensor]:
+        torch._C._set_graph_executor_optimize(False)  # of this thread: else it may choose other operations
+        with torch.inference_mode():
+            self.function(*given, *self.tensors)
+        return self.parts
+
     def _translate(self, graph: fx.Graph) -> None:
-        self.graph, self.tensors, self.values = torch._C.Graph(), list[Tensor](), dict[fx.Node, Any]()
-        for node in graph.find_nodes(op="placeholder"):
-            self.values[node] = self.graph.addInput(node.name)
-        held = dict[int, Any]()  # of several shards, but once in `tensors`
-        for node in graph.find_nodes(op="get_attr"):
-            tensor = node.meta["tensor"]
-            if id(tensor) not in held:
-                held[id(tensor)] = self.graph.addInput(node.name)
-                self.tensors.append(tensor)
-            self.values[node] = held[id(tensor)]
+        self.graph, self.values = torch._C.Graph(), dict[fx.Node, Any]()
+        self.inputs = dict[int, tuple[Any, Tensor]]()  # what operations need of what is held, by id
         for node in graph.nodes:
-            if node.op == "call_function":
-                self.values[node] = self._called(node)
+            if node.op == "get_attr":
+                self.held[node] = node.meta["tensor"]
+            elif node.op == "placeholder" and node not in self.held:
+                self.values[node] = self.graph.addInput(node.name)
+            elif node.op == "call_function":
+                view = self._view(node)
+                if view is None:
+                    self.values[node] = self._called(node)
+                else:
+                    self.held[node] = view
         self.graph.registerOutput(self.graph.insertConstant(None))  # all is in the vectors
+        self.tensors = [tensor for _, tensor in self.inputs.values()]
         self.function = torch._C._create_function_from_graph("shards", self.graph)
+
+    def _view(self, node: fx.Node) -> Tensor | None:
+        """Another view of what is held: it is made once, and not in every call."""
+        if not getattr(node.target, "is_view", False) or not self.held.keys() >= set(node.all_input_nodes):
+            return None
+        (source,) = node.all_input_nodes
+        op: Any = node.target
+        found = op(*fx.map_arg(node.args, self.held.__getitem__), **node.kwargs)
+        memory = self.held[source].untyped_storage().data_ptr()
+        return found if isinstance(found, Tensor) and found.untyped_storage().data_ptr() == memory else None
 
     def _called(self, node: fx.Node) -> Any:
         op: Any = node.target
@@ -262,7 +294,7 @@ class Program:
         if op is operator.getitem:
             return self.values[first][node.args[1]]
         if op is aten.detach.default:  # nothing has a gradient here
-            return self.values[first]
+            return self._value(first, None)
         if torch.Tag.nondeterministic_seeded in op.tags:
             raise NotImplementedError(f"{op} draws numbers")
         given = [
@@ -277,6 +309,11 @@ class Program:
 
     def _value(self, given: Any, kind: Any) -> Any:
         """An argument of an operation."""
+        if isinstance(given, fx.Node) and given in self.held:
+            tensor = self.held[given]
+            if id(tensor) not in self.inputs:
+                self.inputs[id(tensor)] = self.graph.addInput(), tensor
+            return self.inputs[id(tensor)][0]
         if isinstance(given, fx.Node):
             return self.values[given]
         if isinstance(given, (list, tuple)):

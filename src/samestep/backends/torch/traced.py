@@ -215,9 +215,15 @@ class Program:
     """
 
     def __init__(
-        self, replica: TorchReplica, shards: Sequence[Recorded], spans: Sequence[Span], first: int, vectors: list[Tensor]
+        self,
+        replica: TorchReplica,
+        shards: Sequence[Recorded],
+        spans: Sequence[Span],
+        first: int,
+        vectors: list[Tensor],
     ) -> None:
-        self.held, self.parts = dict[fx.Node, Tensor](), dict[Span, Tensor]()  # what is there before a call; what it gives
+        self.held = dict[fx.Node, Tensor]()  # what is there before a call
+        self.parts = dict[Span, Tensor]()  # what a call gives
         graph, row, made, free = fx.Graph(), 0, 0, list[fx.Node]()
 
         def hold(tensor: Tensor) -> fx.Node:

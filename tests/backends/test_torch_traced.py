@@ -112,7 +112,7 @@ def test_a_recording_has_the_bits_of_its_operations_for_other_examples_and_other
     make, shape = MODELS[name]
     torch.manual_seed(0)
     one = replica(make())
-    program = Program(one, [Recorded(one, *examples(shape, 0))], (), 0, [])
+    program = Program(one, [Recorded(one, *examples(shape, 0))])
 
     def replay(x, y, shard):
         return one._traced._alone(program, x, y, shard)
@@ -138,8 +138,8 @@ def test_neighbours_in_one_call_are_the_sums_of_shards_by_operations(name, shard
     sizes = [spans[shard][1] - spans[shard][0] for shard in shards]
     recorded = {size: Recorded(one, x[:size].clone(), y[:size].clone()) for size in set(sizes)}
     wanted = parts(shards[0], shards[-1] + 1, 4)
-    relative, held = [(a - shards[0], b - shards[0]) for a, b in wanted], []
-    program = Program(one, [recorded[size] for size in sizes], relative, shards[0], held)
+    held = []
+    program = Program(one, [recorded[size] for size in sizes], wanted, held)
     index = order[spans[shards[0]][0] : spans[shards[-1]][1]]
     program(x, y, index.flip(0))  # its vectors are filled again by the next call
     found = program(x, y, index)

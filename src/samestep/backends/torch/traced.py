@@ -12,11 +12,12 @@ they do beside. Recording takes as long as hundreds of small shards, so it begin
 from __future__ import annotations
 
 import ctypes
+import itertools
 import operator
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,8 +137,7 @@ class Traced:
         if resident and self._recorded:
             lo, hi = batch.spans[shards[0]][0], batch.spans[shards[-1]][1]
             sizes = tuple(batch.spans[shard][1] - batch.spans[shard][0] for shard in shards)
-            spans = tuple((a - shards[0], b - shards[0]) for a, b in parts(shards[0], shards[-1] + 1, n))
-            if program := self._program(*resident[device], sizes, spans, shards[0]):
+            if program := self._program(*resident[device], sizes, tuple(parts(shards[0], shards[-1] + 1, n))):
                 index = batch.pass_.order_on[device][lo:hi]
                 return program(*arrays_of(*resident[device]), index)  # its vectors are free: the step before has ended
         fold: Fold[Tensor] = Fold(n, self.replica.backend.add)
@@ -162,19 +162,17 @@ class Traced:
         thread = threading.get_ident() if self.replica.state else 0  # with buffers of its own, each has its recordings
         return thread, y is x, size, *((array.shape[1:], array.stride(), array.dtype) for array in arrays_of(x, y))
 
-    def _program(
-        self, x: Tree, y: Tree, sizes: Sequence[int], spans: Sequence[Span] = (), first: int = 0
-    ) -> Program | None:
+    def _program(self, x: Tree, y: Tree, sizes: Sequence[int], spans: Sequence[Span] = ()) -> Program | None:
         """What computes shards of these sizes, if all are recorded; with `spans`, their examples are taken out of x and y."""
         if not self._recorded or not self.wanted or self.noise.way != FREE:
             return None
-        key = self._kind(x, y, 0), sizes, spans, first
+        key = self._kind(x, y, 0), sizes, spans
         if key not in self._programs:
             recorded = [one for size in sizes if (one := self._recorded.get(self._kind(x, y, size)))]
             if len(recorded) < len(sizes):
                 return None
-            vectors = self._vectors.setdefault(first, [])
-            self._programs[key] = Program(self.replica, recorded, spans, first, vectors)
+            vectors = self._vectors.setdefault(spans[0][0], []) if spans else []
+            self._programs[key] = Program(self.replica, recorded, spans, vectors)
         return self._programs[key]
 
     def _alone(self, program: Program, x: Tree, y: Tree, shard: int) -> Tensor:
@@ -191,7 +189,7 @@ class Traced:
             try:
                 with warnings.catch_warnings(action="ignore"):
                     recorded = Recorded(self.replica, x, y)
-                found = self._alone(Program(self.replica, [recorded], (), 0, []), x, y, shard)
+                found = self._alone(Program(self.replica, [recorded]), x, y, shard)
             except Exception:  # there are many, and the operations say what is wrong if anything is
                 self.wanted = False
                 return
@@ -215,49 +213,48 @@ class Program:
     """
 
     def __init__(
-        self,
-        replica: TorchReplica,
-        shards: Sequence[Recorded],
-        spans: Sequence[Span],
-        first: int,
-        vectors: list[Tensor],
+        self, replica: TorchReplica, shards: Sequence[Recorded], spans: Sequence[Span] = (), vectors: Any = ()
     ) -> None:
+        """`vectors`: a list, to which more are added if need be."""
         self.held = dict[fx.Node, Tensor]()  # what is there before a call
         self.parts = dict[Span, Tensor]()  # what a call gives
-        graph, row, made, free = fx.Graph(), 0, 0, list[fx.Node]()
+        graph, remaining, row, free = fx.Graph(), iter(shards), 0, list[fx.Node]()
 
         def hold(tensor: Tensor) -> fx.Node:
             node = graph.placeholder(f"held{len(self.held)}")
             self.held[node] = tensor
             return node
 
+        def more() -> Iterator[fx.Node]:
+            """Vectors to be filled: those that have been added to others, and then new ones."""
+            for i in itertools.count():
+                while free:
+                    yield free.pop()
+                if i == len(vectors):
+                    vectors.append(replica.parameters.new_empty(replica.size))
+                yield hold(vectors[i])
+
         def add(left: fx.Node, right: fx.Node) -> fx.Node:
             graph.call_function(aten.add_.Tensor, (left, right))
-            free.append(right)  # to be filled again
+            free.append(right)
             return left
 
         if not spans:
-            (one,) = shards
-            graph.graph_copy(one.graph, {node: graph.placeholder(node.name) for node in one.given})
-        arrays = [graph.placeholder(f"array{i}") for i in range(shards[0].arrays)] if spans else []
-        index = graph.placeholder("index") if spans else None
+            graph.graph_copy(shards[0].graph, {node: graph.placeholder(node.name) for node in shards[0].given})
+        else:
+            arrays = [graph.placeholder(f"array{i}") for i in range(shards[0].arrays)]
+            index, empty = graph.placeholder("index"), more()
         for lo, hi in spans:
             fold: Fold[fx.Node] = Fold(hi - lo, add)
             for i in range(lo, hi):
-                if not free:
-                    if made == len(vectors):
-                        vectors.append(replica.parameters.new_empty(replica.size))
-                    free.append(hold(vectors[made]))
-                    made += 1
-                vector, size = free.pop(), shards[i].size
-                rows = graph.call_function(aten.slice.Tensor, (index, 0, row, row + size))
-                row += size
-                slots = map(hold, slots_of(replica, self.held[vector], first + i))
+                one, vector = next(remaining), next(empty)
+                rows = graph.call_function(aten.slice.Tensor, (index, 0, row, row + one.size))
+                row += one.size
+                slots = map(hold, slots_of(replica, self.held[vector], i))
                 examples = [graph.call_function(aten.index_select.default, (array, 0, rows)) for array in arrays]
-                given = dict(zip(shards[i].given, [vector, *slots, *examples], strict=True))
-                graph.graph_copy(shards[i].graph, given)
+                graph.graph_copy(one.graph, dict(zip(one.given, [vector, *slots, *examples], strict=True)))
                 fold.add((i - lo, i - lo + 1), vector)
-            self.parts[first + lo, first + hi] = self.held[fold.total()]
+            self.parts[lo, hi] = self.held[fold.total()]
         self._translate(graph)
 
     def __call__(self, *given: Tensor) -> dict[Span, Tensor]:
@@ -275,24 +272,10 @@ class Program:
             elif node.op == "placeholder" and node not in self.held:
                 self.values[node] = self.graph.addInput(node.name)
             elif node.op == "call_function":
-                view = self._view(node)
-                if view is None:
-                    self.values[node] = self._called(node)
-                else:
-                    self.held[node] = view
+                self.values[node] = self._called(node)
         self.graph.registerOutput(self.graph.insertConstant(None))  # all is in the vectors
         self.tensors = [tensor for _, tensor in self.inputs.values()]
         self.function = torch._C._create_function_from_graph("shards", self.graph)
-
-    def _view(self, node: fx.Node) -> Tensor | None:
-        """Another view of what is held: it is made once, and not in every call."""
-        if not getattr(node.target, "is_view", False) or not self.held.keys() >= set(node.all_input_nodes):
-            return None
-        (source,) = node.all_input_nodes
-        op: Any = node.target
-        found = op(*fx.map_arg(node.args, self.held.__getitem__), **node.kwargs)
-        memory = self.held[source].untyped_storage().data_ptr()
-        return found if isinstance(found, Tensor) and found.untyped_storage().data_ptr() == memory else None
 
     def _called(self, node: fx.Node) -> Any:
         op: Any = node.target
@@ -324,9 +307,8 @@ class Program:
             return self.values[given]
         if isinstance(given, (list, tuple)):
             kind = kind.getElementType() if isinstance(kind, torch.OptionalType) else kind
-            return self._put("prim::ListConstruct", [self._value(one, kind.getElementType()) for one in given], [kind])[
-                0
-            ]
+            values = [self._value(one, kind.getElementType()) for one in given]
+            return self._put("prim::ListConstruct", values, [kind])[0]
         if isinstance(given, torch.memory_format):
             given = FORMATS.index(given)
         return self.graph.insertConstant(float(given) if str(kind) == "float" else given)

@@ -49,8 +49,7 @@ class Threads(Steps):
             stretch = Stretch(group, batches, rates, t)
             workers.map([partial(stretch.work, i) for i in range(workers.count)])
             made = list(zip(stretch.numbers, stretch.prints, strict=True))
-        fits = AT_ONCE * len(batches) / (time.perf_counter() - began)
-        self._most = max(1, min(MOST, int(fits)))
+        self._most = max(1, min(MOST, int(AT_ONCE * len(batches) / (time.perf_counter() - began))))
         return made
 
 
@@ -113,9 +112,8 @@ class Stretch:
                 group.update(replica, total, batch.examples, lr, t, z)
         self.numbers.append(group.backend.concat([group.numbers(total)]))  # a copy, so that the rest can be freed
         self._now, self._there = self._next, 0
-        if i + 1 < len(self.steps):
-            at(t + 1)
-        else:
+        at(t + 1)
+        if i + 1 == len(self.steps):
             self._print()
 
     def _print(self) -> None:

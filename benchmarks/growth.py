@@ -8,7 +8,8 @@ LeNet at batch 256 with 1 to 64 shards; the same with 8 shards on 1 to 8 replica
 10⁸ parameters at batch 256 with 8 shards; LeNet with 8 shards at batches of 32 to 4096. A point is the median over --rounds
 epochs of a fit, after a first one, with the least and the most. The slope is that of a line through the upper half of the
 points, in logarithms: 1 is proportional. The work grows with slope 1 in parameters and in the batch, with slope 0 in shards.
-On one device, k replicas update k models, so that part of the work grows with slope 1.
+On one device, k replicas update k models, so that part of the work grows with slope 1. For parameters and the batch, a plain
+loop (plain/torch.py) is measured beside it: what has no room in a cache takes longer for everybody.
 
 It writes growth-*.json and growth-*.png where the results are kept.
 """
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import HERE, RESULTS, keep, machine, table
+from plain.torch import loop
 
 import samestep as ss
 from samestep.models import torch as models
@@ -60,14 +62,26 @@ def timed(model: Any, data: ss.Data, epochs: int, **settings: Any) -> list[float
     return [row["seconds"] / steps for row in run.history[1:]]
 
 
-def point(model: Any, batch: int, rounds: int, **settings: Any) -> dict[str, float]:
-    """A short fit says how many steps there is time for; then the fit that counts."""
+def point(model: Any, batch: int, rounds: int, peer: bool = False, **settings: Any) -> dict[str, float]:
+    """A short fit says how many steps there is time for; then the fit that counts; then a plain loop, if it is wanted."""
     least = LEAST[settings["devices"][0].split(":")[0]]
     try_out = timed(model, random_data(least * batch), 2, batch_size=batch, **settings)[0]
     room = max(least, (400 << 20) // (batch * 28 * 28 * 4))  # of memory for examples
     steps = min(MOST, room, max(least, int(EPOCH / try_out)))
-    seconds = timed(model, random_data(steps * batch), rounds + 1, batch_size=batch, **settings)
-    return {"seconds": statistics.median(seconds), "least": min(seconds), "most": max(seconds), "steps": steps}
+    data = random_data(steps * batch)
+    seconds = timed(model, data, rounds + 1, batch_size=batch, **settings)
+    found = {"seconds": statistics.median(seconds), "least": min(seconds), "most": max(seconds), "steps": steps}
+    return found | {"plain": plain(model, data, batch, steps, rounds)} if peer else found
+
+
+def plain(model: Any, data: ss.Data, batch: int, steps: int, rounds: int) -> float:
+    """Seconds per step of a plain loop on the same examples: the median of so many epochs, after a first one."""
+    go, seconds = loop(model, data.train.x, data.train.y, batch, 0.01), []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        go(steps)  # waits for the device
+        seconds.append((time.perf_counter() - began) / steps)
+    return statistics.median(seconds[1:])
 
 
 def slope(xs: list[float], ys: list[float]) -> float | None:
@@ -99,10 +113,10 @@ def measured(name: str, value: int, options: argparse.Namespace) -> dict[str, fl
     if name == "replicas":
         return point(models.lenet(), 256, **how | {"devices": [device] * value})
     if name == "batch":
-        return point(models.lenet(), value, **how)
+        return point(models.lenet(), value, peer=True, **how)
     hidden = width(value)
     model = models.mlp((784, hidden, hidden, 10), dropout=0.0)
-    found = point(model, 256, **how)
+    found = point(model, 256, peer=True, **how)
     return found | {"parameters": sum(weights.numel() for weights in model.parameters())}
 
 
@@ -142,6 +156,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
             )
             ends = np.array([xs[0], xs[-1]], float)
             axis.plot(ends, ms[-1] * ends / ends[-1], color="black", linestyle=":", linewidth=1, label="slope 1")
+        if "plain" in rows[0]:
+            axis.plot(
+                xs, [1e3 * row["plain"] for row in rows], color="0.5", marker="s", markersize=4, label="plain loop"
+            )
         axis.set_xscale("log", base=10 if name == "parameters" else 2)
         axis.set_yscale("log")
         low, high = min(ms), max(ms)
@@ -197,14 +215,16 @@ def main() -> None:
             print(
                 f"  {name} {value}: {1e3 * found['seconds']:.3f} ms ({found['steps']} steps; {took:.0f} s)", flush=True
             )
-        slopes[name] = slope([row["x"] for row in mine], [row["seconds"] for row in mine])
+        for key, label in (("seconds", name), ("plain", f"{name}, plain loop")):
+            if mine and key in mine[0]:
+                slopes[label] = slope([row["x"] for row in mine], [row[key] for row in mine])
         rows += mine
     cells = []
-    for name, found in slopes.items():
+    for label, found in slopes.items():
+        name, _, peer = label.partition(", ")
         mine = [row for row in rows if row["panel"] == name]
-        if mine:
-            ends = [f"{1e3 * row['seconds']:.3f} ms at {row['x']}" for row in (mine[0], mine[-1])]
-            cells.append([LABELS[name], *ends, "" if found is None else f"{found:.2f}"])
+        ends = [f"{1e3 * row['plain' if peer else 'seconds']:.3f} ms at {row['x']}" for row in (mine[0], mine[-1])]
+        cells.append([peer or LABELS[name], *ends, "" if found is None else f"{found:.2f}"])
     print(table(["", "first", "last", "slope of the upper half"], cells), flush=True)
     kept = RESULTS if not options.tiny or os.environ.get("OUT") else None
     if kept:

@@ -255,10 +255,11 @@ def growth() -> str:
     rows, titles = [], []
     for result in results("growth"):
         titles.append(f"{about(result)}; {result['rounds']} rounds")
-        for panel, slope in result["slopes"].items():
+        for label, slope in result["slopes"].items():
+            panel, _, peer = label.partition(", ")
             mine = [r for r in result["rows"] if r["panel"] == panel]
-            ends = [f"{1e3 * r['seconds']:.2f} ms at {r['x']:,}" for r in (mine[0], mine[-1])]
-            rows.append([result["machine"]["name"], panel, *ends, "" if slope is None else f"{slope:.2f}"])
+            ends = [f"{1e3 * r['plain' if peer else 'seconds']:.2f} ms at {r['x']:,}" for r in (mine[0], mine[-1])]
+            rows.append([result["machine"]["name"], label, *ends, "" if slope is None else f"{slope:.2f}"])
     return "\n\n".join([table(["machine", "with more", "first", "last", "slope"], rows), *titles])
 
 

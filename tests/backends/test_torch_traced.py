@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import samestep as ss
 from samestep.backends.find import load
 from samestep.backends.torch import traced
+from samestep.backends.torch.kernels import of_every_cpu
 from samestep.backends.torch.traced import Program, Recorded
 from samestep.devices import Device
 from samestep.shards import Fold, parts
@@ -107,9 +109,14 @@ def made(monkeypatch):
     return shapes
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, of_every_cpu])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_recording_has_the_bits_of_its_operations_for_other_examples_and_other_weights(name):
-    make, shape = MODELS[name]
+def test_a_recording_has_the_bits_of_its_operations_for_other_examples_and_other_weights(name, kernels):
+    with kernels():
+        replay_beside_operations(*MODELS[name])
+
+
+def replay_beside_operations(make, shape):
     torch.manual_seed(0)
     one = replica(make())
     program = Program(one, [Recorded(one, *examples(shape, 0))])

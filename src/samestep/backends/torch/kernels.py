@@ -46,6 +46,7 @@ def of_every_cpu() -> Iterator[None]:
     kernels = {
         "sqrt": sqrt, "sqrt_": lambda x: x.copy_(sqrt(x)), "sqrt.out": lambda x, *, out: out.resize_(x.shape).copy_(sqrt(x)),
         "pow.Tensor_Scalar": power, "pow_.Scalar": lambda x, exponent: x.copy_(power(x, exponent)), "mm": mm, "addmm": addmm,
+        "mm.out": lambda a, b, *, out: out.resize_((result := mm(a, b)).shape).copy_(result),
     }  # fmt: skip
     with warnings.catch_warnings(action="ignore"):  # PyTorch tells that it has kernels for these
         for name, kernel in kernels.items():

@@ -98,8 +98,6 @@ def grids(options: argparse.Namespace) -> dict[str, list[int]]:
         "shards": powers[:7], "replicas": [1, 2, 3, 4, 5, 6, 7, 8],
         "parameters": [round(10 ** (i / 2)) for i in range(8, 17)], "batch": powers[5:],
     }  # fmt: skip
-    if options.device == "cpu":
-        found |= {"replicas": [1, 2, 4, 8], "parameters": found["parameters"][:7]}
     if options.tiny:
         found = {"shards": [1, 2, 4], "replicas": [1, 2], "parameters": [10**4, 10**5, 10**6], "batch": [32, 64, 128]}
     return {name: found[name] for name in options.panels.split(",")}

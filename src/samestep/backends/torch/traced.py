@@ -6,7 +6,7 @@ operations on the same shapes in the same order. One call takes the examples of 
 the other, and adds them along the tree. The bits are the same. As on a GPU (recorder.py), a shard's result may depend only on
 weights, buffers, examples and key. What draws numbers, or looks at the numbers in a tensor while it computes, is not recorded:
 the computation must also be possible with tensors that hold no numbers. Nor are models with hooks, which may be there for what
-they do beside. Recording takes as long as hundreds of small shards, so it begins after AFTER of them.
+they do beside. Recording takes as long as hundreds of small shards, so it begins when AFTER seconds were spent on them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import ctypes
 import itertools
 import operator
 import threading
+import time
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from samestep.data.feed import Batch
 
 aten = torch.ops.aten
-AFTER = 256  # shards of a shape by operations; then it is recorded
+AFTER = 0.5  # seconds for shards of a shape by operations, in all threads together; then it is recorded
 SHAPES = 8  # that a thread records for one replica
 FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 VIEWS = (aten.view.default, aten.permute.default, aten.t.default, aten.detach.default)
@@ -128,7 +129,8 @@ class Traced:
         self.wanted = wanted and not any(getattr(module, name) for module in modules for name in HOOKS)
         if wanted:
             keep_memory()
-        self._seen, self._recorded, self._programs = Counter[Any](), dict[Any, Recorded](), dict[Any, Program]()
+        self._spent: dict[Any, float] = defaultdict(float)  # seconds, by operations
+        self._recorded, self._programs = dict[Any, Recorded](), dict[Any, Program]()
         self._vectors: dict[int, list[Tensor]] = {}  # of neighbours, by the first of them
 
     def sums(self, batch: Batch, shards: range) -> dict[Span, Tensor]:
@@ -149,11 +151,13 @@ class Traced:
         """The vector of one shard."""
         if program := self._program(x, y, (length(x),)):
             return self._alone(program, x, y, shard)
+        began = time.perf_counter()
         vector = self.replica.gradient(x, y, key, shard)
         if self.wanted and self.noise.way == FREE:
             kind = self._kind(x, y, length(x))
-            n = self._seen[kind] = self._seen[kind] + 1
-            if n == AFTER:
+            self._spent[kind] += time.perf_counter() - began
+            if self._spent[kind] > AFTER:
+                self._spent[kind] = 0
                 self._record(kind, x, y, shard, vector)
         return vector
 

@@ -133,12 +133,6 @@ def test_compiled_shards_are_the_same_on_any_number_of_devices_and_resumed(tmp_p
 
 
 @torch_only
-def test_portable_runs_are_not_compiled(monkeypatch):
-    from samestep.backends.making import Making
-    from samestep.backends.torch.backend import TorchBackend
-    from samestep.devices import cpu
-
-    backend = TorchBackend()
-    backend.making, backend.portable = Making(compile=True), True
+def test_portable_runs_are_not_compiled():
     with pytest.raises(Invalid, match="portable: torch.compile writes kernels for this CPU"):
-        backend.check_making([cpu()])
+        suite.fit("lenet_modern", "cpu", compile=True, portable=True)

@@ -266,8 +266,8 @@ class Trainer:
         devices = resolve(self.devices, self.shards, backend, here)
         backend.state = self.state
         backend.making = Making(self.precision, self.memory_format, self.compile, self.streams)
-        backend.check_making(devices)
         backend.portable = bool(self.portable) and devices[0].kind == "cpu"
+        backend.check_making(devices)
         if backend.portable:
             backend.require_portable()
         backend.workers.keeping = keep

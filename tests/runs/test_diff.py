@@ -203,6 +203,16 @@ def test_a_log_with_the_digits_of_float32_as_they_were_once_written(base: Path, 
     assert (found.kind, found.first_step) == ("rate", 3)
 
 
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16"])
+def test_a_precision_that_is_not_a_type_of_numpy(base: Path, twin: Path, precision: str) -> None:
+    change_recipe(twin, precision=precision)
+    assert compare(base, twin).same
+    change_step(twin, 3, fingerprint=other_print)
+    found = compare(base, twin)
+    assert (found.kind, found.first_step) == ("update", 3)
+    assert found.cause == f"another precision, float32 in A and {precision} in B"
+
+
 def test_a_schedule_of_another_name_and_the_same_rates(base: Path, tmp_path: Path) -> None:
     found = compare(base, fit(tmp_path / "other", schedule=ss.piecewise([STEPS], [0.1, 0.05])))
     assert found.same

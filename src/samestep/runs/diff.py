@@ -278,7 +278,7 @@ def _open(path: Path) -> Side:
     for event in log:
         if event["event"] == "steps":
             hits = event["hits"] or [None] * len(event["loss"])
-            kind = recipe.get("precision", "float64")
+            kind = "float32" if recipe.get("precision") == "float32" else "float64"
             rates = [lr if lr is None else as_written(lr, kind) for lr in event["lr"]]  # older logs have more digits
             rows = zip(event["examples"], rates, event["loss"], hits, event["fingerprint"], strict=True)
             side.steps |= enumerate(rows, event["first"])

@@ -48,6 +48,19 @@ def test_the_steps_of_a_fit(model, tmp_path):
     assert trained["accuracy"] == last["test_accuracy"]
 
 
+@pytest.mark.skipif(suite.BACKEND != "torch", reason="only PyTorch has memory formats")
+def test_groups_of_two_memory_formats_take_turns():
+    data, make = suite.data("lenet_modern", N), suite.zoo.lenet_modern
+    given = [settings() | {"memory_format": name} for name in ("contiguous", "channels_last")]
+    runs = [
+        ss.Trainer(EPOCHS, BATCH, devices=KIND, schedule=0.01, progress=False, **one).fit(make(), data) for one in given
+    ]
+    groups = [ss.Group(make(), devices=[KIND] * 2, **one) for one in given]
+    found = [[group.step(x, y, lr=0.01).fingerprint for group in groups] for x, y in steps(data)]
+    assert [list(prints) for prints in zip(*found, strict=True)] == [run.fingerprints for run in runs]
+    assert runs[0].fingerprints != runs[1].fingerprints
+
+
 def test_two_groups_take_turns():
     data = suite.data("mlp_with_dropout", N)
     alone = ss.Group(suite.zoo.mlp_with_dropout(), devices=KIND, **settings())

@@ -42,10 +42,11 @@ from samestep.training.trainer import Trainer, matching
 from samestep.trees import Tree
 
 SETTINGS = {"gradient_clip_val", "gradient_clip_algorithm", "groups", "metrics", "threads_per_shard", "capture",
-            "deterministic", "state", "timeout", "portable", "batch_size"}  # fmt: skip # of a Trainer
+            "deterministic", "state", "timeout", "portable", "batch_size", "precision", "memory_format", "compile",
+            "streams"}  # fmt: skip # of a Trainer
 FUNCTION = "function"  # stands in a file for a rate that cannot be stored
 Setting = Any  # of one of these
-ALIKE = SETTINGS - {"timeout", "capture"} | {"seed", "shards"}  # in all processes
+ALIKE = SETTINGS - {"timeout", "capture", "streams"} | {"seed", "shards"}  # in all processes
 
 
 class Group:
@@ -59,7 +60,8 @@ class Group:
 
     Every process of a run gives the whole batch, and computes its shards of it. A group does not rehearse, and goes on after
     a loss that is not finite. Other settings of the Trainer: metrics, gradient_clip_val, gradient_clip_algorithm, groups,
-    threads_per_shard, capture, deterministic, state, timeout, portable, and batch_size, of which only evaluations take note.
+    threads_per_shard, capture, deterministic, state, timeout, portable, precision, memory_format, compile, streams, and
+    batch_size, of which only evaluations take note.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -99,18 +100,19 @@ def test_a_resume_under_another_recipe_is_refused(tmp_path):
 APART = """
 from pathlib import Path
 from conformance import suite
+from torch._dynamo.utils import get_compilation_metrics
 
-one = suite.everywhere("lenet_modern", Path({folder!r}), **{settings!r})
-plain = suite.fit("lenet_modern", "cpu")
+one = suite.everywhere({model!r}, Path({folder!r}), **{settings!r})
+plain = suite.fit({model!r}, "cpu")
 print(one.recipe["precision"], one.recipe.get("compile"), one.fingerprints == plain.fingerprints)
-print({{str(t.dtype) for t in one.weights().values()}})
+print({{str(t.dtype) for t in one.weights().values()}}, "numbers_of" in {{m.co_name for m in get_compilation_metrics()}})
 """
 
 
-def apart(settings, folder):
+def apart(settings, folder, model="lenet_modern"):
     """What a process of its own prints: oneDNN and the compiler read their variables when they start."""
     env = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-W", "ignore", "-c", APART.format(settings=settings, folder=str(folder))]
+    command = [sys.executable, "-W", "ignore", "-c", APART.format(model=model, settings=settings, folder=str(folder))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -118,21 +120,26 @@ def apart(settings, folder):
 
 @torch_only
 def test_bfloat16_is_the_same_on_any_number_of_devices_and_resumed(tmp_path):
-    assert apart({"precision": "bfloat16"}, tmp_path) == ["bfloat16 None False", "{'float32'}"]
+    assert apart({"precision": "bfloat16"}, tmp_path) == ["bfloat16 None False", "{'float32'} False"]
 
 
 @torch_only
-def test_compiled_shards_are_the_same_on_any_number_of_devices_and_resumed(tmp_path):
+@pytest.mark.parametrize("model", ["lenet_modern", "mlp_with_dropout"])
+def test_compiled_shards_are_the_same_on_any_number_of_devices_and_resumed(model, tmp_path):
+    """Not only the update is compiled. The bits may be those of the operations, or not."""
     import shutil
 
     if not shutil.which(os.environ.get("CXX", "g++")):
         with pytest.raises(Invalid, match="compile=True needs a C\\+\\+ compiler"):
             suite.fit("lenet_modern", "cpu", compile=True)
         return
-    assert apart({"compile": True}, tmp_path)[0].startswith("float32 True")
+    recipe, compiled = apart({"compile": True}, tmp_path, model)
+    assert recipe.startswith("float32 True")
+    assert compiled == "{'float32'} True"
 
 
 @torch_only
 def test_portable_runs_are_not_compiled():
-    with pytest.raises(Invalid, match="portable: torch.compile writes kernels for this CPU"):
+    told = pytest.raises(Invalid, match="portable: torch.compile writes kernels for this CPU")
+    with mock.patch.dict(os.environ), told:  # a portable Trainer sets variables
         suite.fit("lenet_modern", "cpu", compile=True, portable=True)

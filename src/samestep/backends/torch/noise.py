@@ -72,9 +72,14 @@ class OwnGenerator(TorchDispatchMode):
 
 
 class TorchNoise(Noise):
-    after_free = APART
+    def __init__(self, compiled: bool = False) -> None:
+        self._compiled, self.after_free = compiled, ALONE if compiled else APART
 
     def first(self, key: int, forward: Callable[[], T], backward: Callable[[T], R]) -> tuple[int, Result[R]]:
+        if self._compiled:  # what torch.compile has met in a mode it never compiles again
+            with torch.compiler.set_stance("force_eager"):
+                _, drawn = self._own(key, forward, backward)
+            return ALONE if drawn else FREE, (self.alone(key, forward, backward),)
         result, drawn = self._own(key, forward, backward)
         return ALONE if result is None else APART if drawn else FREE, result
 

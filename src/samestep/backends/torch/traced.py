@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from samestep.data.feed import Batch
 
 aten = torch.ops.aten
-AFTER = 0.5  # seconds for shards of a shape by operations, in all threads together; then it is recorded
+AFTER = 0.5  # seconds for shards of a shape by operations, of all threads that share a recording; then it is made
 SHAPES = 8  # that a thread records for one replica
 FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 VIEWS = (aten.view.default, aten.permute.default, aten.t.default, aten.detach.default)

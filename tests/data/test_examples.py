@@ -21,7 +21,7 @@ import samestep as ss
 from samestep import draws
 from samestep.backends.torch.backend import backend
 from samestep.data.examples import Data
-from samestep.data.feed import READ_AHEAD, Feed
+from samestep.data.feed import JOINED, READ_AHEAD, Feed
 from samestep.data.source import Source
 from samestep.devices import Device, cpu, gpu
 from samestep.errors import DevicesDiffer, Invalid, NotRepeatable, WrongType
@@ -524,6 +524,35 @@ def test_at_the_end_of_a_pass_the_next_one_is_read_ahead(ahead: Any) -> None:
         assert x[:, 0].tolist() == other[span[0] : span[1]].tolist()
     # each shard once, and in order: nothing was read twice
     assert flat(source.reads) == [*order, *other]
+
+
+def test_neighbouring_shards_are_read_as_one_and_handed_out_one_by_one(ahead: Any) -> None:
+    source, order, plain = ahead
+    joined = [(lo, lo + 8) for lo in range(0, 2 * MANY, 8)]
+    pass_ = plain.feed.start(order, joined, joined=True)
+    for i in range(0, len(SPANS), 4):
+        for span in (SPANS[i + k] for k in (2, 0, 3, 1)):  # in any order
+            x, _ = pass_.shard(span, cpu())
+            assert x[:, 0].tolist() == order[span[0] : span[1]].tolist()
+            assert x.storage_offset() == 0  # in memory of its own
+            source.wait_for(min(i // 4 + JOINED, len(joined)))
+        assert pass_._parts == {}  # nothing is kept that was handed out
+        source.consumed += 1
+    assert flat(source.reads) == order.tolist()
+    assert {len(read) for read in source.reads} == {8}
+    assert source.furthest == JOINED
+    x, _ = plain.feed.start(order, joined, joined=True).block(joined[0], cpu())
+    assert x[:, 0].tolist() == order[:8].tolist()
+
+
+def test_shards_are_joined_if_arrays_are_streamed_to_a_gpu() -> None:
+    assert fed(Counting(free=0), gpu(0)).joins
+    assert not fed(Counting(free=9000), gpu(0)).joins  # they are there already
+    assert not fed(Counting(free=0), cpu()).joins
+    source: Any = Counting(free=0)
+    assert not Feed(source, Source("train", Recorder(LARGE, np.zeros(len(LARGE), int))), [gpu(0)], 1).joins
+    transformed = Data((X, Y), transform=lambda x, y: (x, y)).train
+    assert not Feed(source, transformed, [gpu(0)], 3).joins
 
 
 def test_one_thread_reads_in_the_order_of_the_pass() -> None:

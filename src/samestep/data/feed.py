@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from samestep.trees import Tree
 if TYPE_CHECKING:
     from samestep.backends.base import Backend
 
-READ_AHEAD = 32  # shards
+READ_AHEAD, JOINED = 32, 4  # shards; or so many times those that are joined
 SHARE_OF_DEVICE = 0.25  # of a GPU's free memory that data may take and still be kept there
 
 
@@ -84,11 +85,21 @@ class Feed:
         """Whether the thread that runs the fit reads, and `Pass.prepare` must be called before shards are asked for."""
         return self.examples.readers == 0 and not self.resident
 
-    def start(self, order: NDArray[np.int64], spans: Sequence[Span], epoch: int = 0) -> Pass:
-        """Begin a pass: `spans` are the shards, in the order in which they will be asked for, as ranges of `order`."""
+    @property
+    def joins(self) -> bool:
+        """Whether neighbouring shards should be read and sent as one: few large copies leave Python's lock to the fit."""
+        given = self.examples
+        plain = isinstance(given, Arrays) and not given.transform and given.pad is None
+        return plain and self._device.kind == "cuda" and not self.resident and not self.here
+
+    def start(self, order: NDArray[np.int64], spans: Sequence[Span], epoch: int = 0, joined: bool = False) -> Pass:
+        """Begin a pass: `spans` are what is read at once, in the order in which it will be asked for, as ranges of `order`.
+
+        That is one shard, or, if `joined`, neighbouring ones, in ascending order.
+        """
         if not self.resident and not self._readers and not self.here:
             self._readers = ThreadPoolExecutor(self._staff(), NAME)
-        return Pass(self, order, spans, epoch)
+        return Pass(self, order, spans, epoch, joined)
 
     def _staff(self) -> int:
         """Start the processes that are to read, if any; returns how many threads read, or ask them."""
@@ -145,14 +156,16 @@ class Feed:
 class Pass:
     """One pass over the examples in a given order."""
 
-    def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span], epoch: int) -> None:
-        self.feed, self.order, self.spans, self.epoch = feed, order, list(spans), epoch
+    def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span], epoch: int, joined: bool) -> None:
+        self.feed, self.order, self.spans, self.epoch, self.joined = feed, order, list(spans), epoch, joined
         self.order_on = {device: feed.backend.index(order, device) for device in feed.resident}
         self._ahead: dict[Span, Future[tuple[Tree, Tree]]] = {}
         self._prepared: dict[Span, tuple[Tree, Tree]] = {}
         self._next = 0
-        self._lock = threading.Lock()
+        self._lock, self._lock_of_parts = threading.Lock(), threading.Lock()
         self.then: Pass | None = None  # what will be asked for after this pass, and is read ahead, too
+        self._most = JOINED if joined else READ_AHEAD
+        self._parts: dict[Span, tuple[Tree, Tree, int]] = {}  # on a device; how much of it is still to come
 
     def prepare(self, spans: Sequence[Span]) -> None:
         """Read these shards in this thread, if that is who reads; else they are read ahead when they are asked for."""
@@ -176,17 +189,36 @@ class Pass:
         if self.feed.resident:
             index = self.order_on[device][span[0] : span[1]]
             return both(lambda array: backend.take(array, index), *self.feed.resident[device])
+        if self.joined:
+            return self._part(span, device)
         read = self.feed.checked(*self._prepared.pop(span)) if self.feed.here else self._read(span)
         # A copy, even on the CPU: memory that the framework allocated is aligned alike for every shard and run.
         return both(lambda array: backend.copy(array, device), *read)
+
+    def block(self, span: Span, device: Device) -> tuple[Tree, Tree]:
+        """The examples that are read at once, on a device."""
+        with timed("data"):
+            return both(lambda array: self.feed.backend.copy(array, device), *self._read(span))
+
+    def _part(self, span: Span, device: Device) -> tuple[Tree, Tree]:
+        """A shard out of those that are read at once, in memory of its own."""
+        block = self.spans[bisect_right(self.spans, span[0], key=lambda one: one[0]) - 1]
+        with self._lock_of_parts:
+            if block not in self._parts:
+                self._parts[block] = *self.block(block, device), block[1] - block[0]
+            x, y, left = self._parts.pop(block)
+            if left > span[1] - span[0]:
+                self._parts[block] = x, y, left - (span[1] - span[0])
+        lo, hi = span[0] - block[0], span[1] - block[0]
+        return both(lambda array: self.feed.backend.copy(array[lo:hi], device), x, y)
 
     def _read(self, span: Span) -> tuple[Tree, Tree]:
         readers = self.feed._readers
         assert readers is not None
         with self._lock:
-            while self._next < len(self.spans) and (len(self._ahead) < READ_AHEAD or span not in self._ahead):
+            while self._next < len(self.spans) and (len(self._ahead) < self._most or span not in self._ahead):
                 self._submit(readers)
-            while self.then and self.then._next < min(len(self.then.spans), READ_AHEAD - len(self._ahead)):
+            while self.then and self.then._next < min(len(self.then.spans), self._most - len(self._ahead)):
                 self.then._submit(readers)
             reading = self._ahead.pop(span)
         return reading.result()  # waits if the source is slower than the device

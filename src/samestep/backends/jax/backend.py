@@ -141,7 +141,9 @@ class JaxBackend(Backend):
         return vector * 0
 
     def clip(self, vector: Any, limit: float) -> Any:
-        return clipped(vector, vector.dtype.type(limit))
+        # Apart from what comes before and after: XLA fuses that in one way in a step alone, and in another in many.
+        barrier = jax.lax.optimization_barrier
+        return barrier(clipped(barrier(vector), vector.dtype.type(limit)))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Many steps in one launch, for replicas that all live on one GPU: neither Python nor the host has a part in them.
 
 Every piece of a step is compiled apart from the others (`apart`), with the arguments that it has when steps are made one by
-one. So it has the same bits; the first launch of each kind is compared with a step made alone, all the same.
+one. So it has the same bits; the first launch of each kind is compared with steps made alone, all the same.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class JaxSteps(Steps):
             these = list(alike)
             given = these, rates[done : done + len(these)], t + done
             if sizes not in self._same:
-                self._same[sizes] = self._compared(sizes, these[0], given[1][0], given[2])
+                self._same[sizes] = self._compared(sizes, these[:2], given[1][:2], t + done)
             found += self._launched(sizes, *given) if self._same[sizes] else self._alone(*given)
             done += len(these)
         numbers, prints = zip(*found, strict=True)
@@ -223,13 +223,16 @@ class JaxSteps(Steps):
             numbers, print_ = self.group.step(batch, lr, t + i), self.group.replicas[0].fingerprint()
             yield (numbers, len(numbers)), (print_, 2)
 
-    def _compared(self, sizes: tuple[int, ...], batch: Batch, lr: float, t: int) -> bool:
-        """Whether a step has the same bits in a launch and alone. Afterwards everything is as before."""
+    def _compared(self, sizes: tuple[int, ...], batches: Sequence[Batch], rates: Sequence[float], t: int) -> bool:
+        """Whether steps have the same bits in a launch and alone. Afterwards everything is as before.
+
+        Two of them, if there are so many: in the first one, an optimizer's state may be zero, which hides differences.
+        """
         before, found = self._state(), list[list[bytes]]()
-        why = "its bits are others than those of a step alone"
+        why = "its bits are others than those of steps alone"
         for make in (self._alone, partial(self._launched, sizes)):
             try:
-                made = [Firsts(one) for one in zip(*make([batch], [lr], t), strict=True)]
+                made = [Firsts(one) for one in zip(*make(batches, rates, t), strict=True)]
                 found.append([np.asarray(leaf).tobytes() for leaf in [*made, *jax.tree.leaves(self._state())]])
             except Exception as error:
                 if not found:

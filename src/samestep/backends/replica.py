@@ -18,6 +18,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from samestep.backends.layout import Layout, Numbers, Tensors
 from samestep.backends.losses import Measure
 from samestep.devices import Device
@@ -160,14 +162,19 @@ class Replica(ABC):
         """The vectors of real numbers. Averages are taken of these."""
         return [vector for vector, layout in zip(self.vectors, self.layouts, strict=True) if layout.real]
 
+    def copies(self) -> list[Vector]:
+        """Copies of all vectors: where they are if that is faster, else on the host."""
+        return [np.array(self.backend.get(vector)) for vector in self.vectors]
+
     def tensors(self, vectors: Sequence[Vector] | None = None) -> Tensors:
-        """All tensors by name. Those of real numbers come from `vectors`, or from this replica's own.
+        """All tensors by name, from this replica's own vectors, or from others: of all, or only those of real numbers.
 
         They may share memory with the replica: copy what you keep.
         """
-        found, reals = self.constants(), iter(self.real_vectors() if vectors is None else vectors)
+        found, given = self.constants(), iter(self.vectors if vectors is None else vectors)
+        every = vectors is None or len(vectors) == len(self.layouts)
         for layout, own in zip(self.layouts, self.vectors, strict=True):
-            found |= layout.named(self.backend.get(next(reals) if layout.real else own))
+            found |= layout.named(self.backend.get(next(given) if layout.real or every else own))
         return {name: found[known] for name, known in self.names.items()}
 
     def real_vectors_from(self, tensors: Tensors) -> list[Vector]:

@@ -25,14 +25,18 @@ class Update:
     optimizer: Optimizer
     segments: tuple[Segment, ...] = ()  # if there are groups
     weighted: bool = False  # over a weight, a vector of one number: if that is zero, nothing changes
+    stays: bool = False  # the results are written where x and the state are: a recorded step knows where that is
 
     def __call__(self, x: Vector, state: State, total: Vector, over: Any, lr: float, t: int, z: Vector) -> Updated:
-        gradient = self.mean(total, over)
-        if not self.weighted:
-            return self._moved(x, gradient, state, lr, t, z)
-        new, slots = self._moved(x * 1, gradient, state, lr, t, z)  # of a copy: it may have to stay as it was
-        choose = self.mean.backend.choose
-        return choose(over, new, x), {name: choose(over, slot, state[name]) for name, slot in slots.items()}
+        gradient, backend = self.mean(total, over), self.mean.backend
+        if self.weighted:
+            new, slots = self._moved(x * 1, gradient, state, lr, t, z)  # of a copy: it may have to stay as it was
+            new, slots = backend.choose(over, new, x), {k: backend.choose(over, slots[k], state[k]) for k in slots}
+        else:
+            new, slots = self._moved(x, gradient, state, lr, t, z)
+        if self.stays:
+            return backend.assign(x, new), {name: backend.assign(state[name], slot) for name, slot in slots.items()}
+        return new, slots
 
     def _moved(self, x: Vector, gradient: Vector, state: State, lr: float, t: int, z: Vector) -> Updated:
         if not self.segments:
@@ -85,7 +89,7 @@ class FlatUpdater(Updater):
         self.state = {name: backend.zeros_like(replica.parameters) for name in optimizer.slots}
         spans = tuple((one.lo, one.hi, one.frozen) for one in segments)
         self._mean = Mean(backend, size, clip, alone, spans if any(one.frozen for one in segments) else ())
-        update = Update(self._mean, optimizer, segments, weighted)
+        update = Update(self._mean, optimizer, segments, weighted, stays=replica.device.kind == "cuda")
         self._update = backend.compiled(update) if is_ours(optimizer) else update
         self._on_host = replica.device.kind == "cpu" and backend.in_memory(replica.parameters) is not None
 
@@ -103,10 +107,7 @@ class FlatUpdater(Updater):
         elif is_ours(self.optimizer):
             backend, device = self.replica.backend, self.replica.device
             rate, made = backend.scalar(lr, device), backend.scalar(t, device)
-            x, new = self._update(x, self.state, total, over, rate, made, z)
-            if device.kind == "cuda":  # a recorded step knows where they are
-                new = {name: backend.assign(old, new[name]) for name, old in self.state.items()}
-            self.state = new
+            x, self.state = self._update(x, self.state, total, over, rate, made, z)
         else:
             x, self.state = self._update(x, self.state, total, over, lr, t, z)
         self.replica.assign(x)

@@ -109,6 +109,7 @@ class Fit:
         self.result = Run(about, [name for mine in names for name in mine], rank=world.rank)
         self.result._maker = lambda tensors: backend.evaluating(first.model_of(tensors))
         self.step, self.warned = 0, False  # updates made; whether of a batch of weight zero
+        self.best: tuple[int, list[Any]] | None = None  # after how many epochs, and the vectors
         self.paces = list[float]()  # seconds a step, at each look; the first has compiling in it
         self.next: Pass | None = None  # of the next epoch: its examples are read ahead, too
         self.last = steps * settings.max_epochs
@@ -221,6 +222,9 @@ class Fit:
 
     def end(self) -> None:
         tensors = copied(self.group.replicas[0].tensors())
+        if self.best:
+            epochs, vectors = self.best
+            self.result._best, self.best = (epochs, copied(self.group.replicas[0].tensors(vectors))), None
         if not all(np.isfinite(tensor).all() for tensor in tensors.values() if tensor.dtype.kind == "f"):
             raise NotFinite("the weights are not finite after the last step: lower the rate, or clip the gradient")
         self.result._tensors, self.result.fingerprint = tensors, fingerprint.of_weights(tensors)
@@ -302,7 +306,8 @@ class Fit:
         self.rates.observe(row)
         self.result.history.append(row)
         if self.watched(row) < min(map(self.watched, self.result.history[:-1]), default=math.inf):
-            self.result._best = epoch + 1, copied(self.group.replicas[0].tensors())
+            self.best = None  # frees the one before it
+            self.best = epoch + 1, self.group.replicas[0].copies()
         self.emit({"event": "epoch", **row})
         if stop or (self.cadence.due(self.step) and self.step < self.last):
             self.save()
@@ -314,21 +319,16 @@ class Fit:
         if self.world.size > 1 or self.averager.wanted or self.signals.number:
             return 1
         most = FIRST if len(self.paces) < 2 else max(1, int(LIVE / 2 / self.paces[-1]))
-        there = (
-            len(self.batches) - i,
-            self.group.most(pass_),
-            self.cadence.left(self.step),
-            self.rehearsal.left(self.step),
-            self.profile.left(self.step),
-        )
-        return min(most, *there)
+        left = (part.left(self.step) for part in (self.cadence, self.rehearsal, self.profile))
+        return min(most, len(self.batches) - i, self.group.most(pass_), *left)
 
     @timed_as("data")
     def passing(self, epoch: int, start: int = 0) -> Pass:
         """The examples of an epoch, from a step on."""
         order = draws.order(self.settings.seed, epoch, len(self.data.train), self.settings.sampling)
-        asked = [] if self.feed.resident else self.group.spans_here(self.batches[start:])
-        return self.feed.start(order, asked, epoch)
+        joined = self.feed.joins
+        asked = [] if self.feed.resident else self.group.spans_here(self.batches[start:], joined)
+        return self.feed.start(order, asked, epoch, joined)
 
     def stop(self, number: int) -> None:
         """Stop because a signal asked for it, once the checkpoint has been written: SIGTERM ends the process."""

@@ -107,9 +107,15 @@ class Replicas:
         mine = [range(lo, hi) for lo, hi in share[slice(*self.processes[self.world.rank])]]
         return Plan(mine, [parts(share[lo][0], share[hi - 1][1], n) for lo, hi in self.processes])
 
-    def spans_here(self, batches: Sequence[Sequence[Span]]) -> list[Span]:
-        """The shards that this process computes in these batches, in the order in which it asks for their examples."""
-        return [batch[shard] for batch in batches for share in self.plan(len(batch)).shares for shard in share]
+    def spans_here(self, batches: Sequence[Sequence[Span]], joined: bool = False) -> list[Span]:
+        """The shards that this process computes in these batches, in the order in which it asks for their examples.
+
+        `joined`: those that one replica computes of a batch, as one.
+        """
+        shares = [(batch, share) for batch in batches for share in self.plan(len(batch)).shares if share]
+        if joined:
+            return [(batch[share[0]][0], batch[share[-1]][1]) for batch, share in shares]
+        return [batch[shard] for batch, share in shares for shard in share]
 
     def follow(self) -> None:
         """Take the weights of rank 0."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from samestep.training.replicas import Replicas
 
 MOST = 64  # steps in one call
-AT_ONCE = 1 << 30  # bytes of gradients that are computed at once, unless `streams` says how many
+AT_ONCE = 2 << 30  # bytes of gradients that are computed at once, unless `streams` says how many
 STREAMS = 8
 Take = Callable[[int], tuple[Tree, Tree]]  # the examples of a shard
 Parts = dict[Span, Tensor]
@@ -129,7 +129,9 @@ class Place:
                     if noise:
                         generator.graphsafe_set_state(noise[shard])
                     x, y = take(shard)
-                    own.add((shard, shard + 1), self.replicas[j].drawn(self.lanes[j][s], x, y, shard))
+                    before = own.parts.pop((shard - 1, shard), None) if shard % 2 else None  # the left one of a pair
+                    vector = self.replicas[j].drawn(self.lanes[j][s], x, y, shard, before)
+                    own.add((shard if before is None else shard - 1, shard + 1), vector)
             for span, vector in own.parts.items():
                 together.add(span, (vector, stream))
         for stream in self.streams[: len(shared)]:

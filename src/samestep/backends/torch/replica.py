@@ -87,6 +87,9 @@ class TorchReplica(Replica):
     def vectors(self) -> list[Tensor]:
         return [self.weights.vector, *(flat.vector for flat in self.state)]
 
+    def copies(self) -> list[Tensor]:
+        return [vector.clone() for vector in self.vectors]
+
     # One shard
 
     def gradient(self, x: Tree, y: Tree, key: int, shard: int, training: bool = True) -> Tensor:
@@ -124,10 +127,14 @@ class TorchReplica(Replica):
 
         return [partial(compute, shard) for shard in shards]
 
-    def drawn(self, lane: Lane, x: Tree, y: Tree, shard: int) -> Tensor:
-        """The vector of a shard, with noise from wherever the GPU's generator is."""
+    def drawn(self, lane: Lane, x: Tree, y: Tree, shard: int, before: Tensor | None = None) -> Tensor:
+        """The vector of a shard, with noise from wherever the GPU's generator is; added in place to one `before` it."""
         pieces, numbers = self._compute(lane, x, y, None, shard)
-        return torch.cat([*pieces, *numbers])
+        vector = [*pieces, *numbers]
+        if before is None:
+            return torch.cat(vector)
+        torch._foreach_add_(before.split([len(piece) for piece in vector]), vector)
+        return before
 
     def _compute(
         self, lane: Lane, x: Tree, y: Tree, key: int | None, shard: int, bands: Bands | None = None
@@ -195,7 +202,8 @@ class TorchReplica(Replica):
     # The update
 
     def assign(self, parameters: Tensor) -> None:
-        self.parameters.copy_(parameters)
+        if parameters.data_ptr() != self.parameters.data_ptr():  # else they are there already
+            self.parameters.copy_(parameters)
 
     def fingerprint(self) -> Tensor:
         return self._fingerprint()

@@ -45,7 +45,8 @@ class Held(Batch):
     held: dict[tuple[int, Device], tuple[Tree, Tree]]
 
     def shard(self, shard: int, device: Device) -> tuple[Any, Any]:
-        return self.held[shard, device]
+        """In memory of its own, as everywhere: how it is aligned may decide which kernel computes."""
+        return both(torch.clone, *self.held[shard, device])
 
 
 class Recording:
@@ -147,9 +148,8 @@ class Recording:
 
     def replay(self, batch: Batch) -> None:
         """Compute the parts of the sum over the shards of a batch, unless `whole` does."""
-        for (shard, device), own in self.held.items():
-            for mine, new in zip(leaves(own), leaves(batch.shard(shard, device)), strict=True):
-                mine.copy_(new)
+        if isinstance(batch, Held):
+            torch._foreach_copy_(leaves(list(self.held.values())), leaves(list(batch.held.values())))
         for noise in self.noise:
             self._seed(noise, batch)
         for place, (graph, parts) in zip(self.steps.places, self.graphs, strict=bool(self.graphs)):
@@ -240,10 +240,18 @@ class TorchSteps(Steps):
 
     def _held(self, batch: Batch) -> Held:
         """A batch with the examples of the shards that are computed here."""
-        shares = self.group.plan(len(batch.spans)).shares
-        places = [(shard, place.device) for place in self.places for i in place.indices for shard in shares[i]]
-        held = {(shard, device): batch.shard(shard, device) for shard, device in places}
-        return Held(batch.pass_, batch.spans, batch.keys, held)
+        spans, held = batch.spans, dict[tuple[int, Device], tuple[Tree, Tree]]()
+        shares = [(share, self.group.replicas[i].device) for i, share in enumerate(self.group.plan(len(spans)).shares)]
+        for share, device in shares:
+            if share and batch.pass_.joined:
+                first, last = spans[share[0]][0], spans[share[-1]][1]
+                x, y = batch.pass_.block((first, last), device)
+                for shard in share:
+                    here = slice(spans[shard][0] - first, spans[shard][1] - first)
+                    held[shard, device] = both(lambda array, here=here: array[here], x, y)
+            else:
+                held |= {(shard, device): batch.shard(shard, device) for shard in share}
+        return Held(batch.pass_, spans, batch.keys, held)
 
     def _key(self, batch: Batch) -> Any:
         """What decides which recording fits a batch."""

@@ -2,7 +2,7 @@
 
     PYTHONPATH=folder-of-the-peers python benchmarks/cpu.py [--models lenet,mlp] [--rounds 7] [--only samestep,plain]
 
-LeNet and an MLP (784, 256, 10), batch 256, SGD. All keep loss and accuracy of the epoch. The peers are those of speed.py; a
+LeNet and an MLP (784, 256, 10), batch 256, SGD. All keep loss and accuracy of the epoch. The peers are those of peers.py; a
 package that is missing is told, and left out. samestep's figure is that of a whole epoch of a fit, with metrics, fingerprints,
 checks and the order of examples in it: the median of the second to the fifth, as shards may be recorded in the first two.
 
@@ -24,7 +24,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import speed
+import peers
 import torch
 from machine import keep, machine, table
 
@@ -68,7 +68,7 @@ def on(cores: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def ours(case: speed.Case, data: ss.Data, cores: int | None = None, **settings: Any) -> float:
+def ours(case: peers.Case, data: ss.Data, cores: int | None = None, **settings: Any) -> float:
     """Milliseconds a step over an epoch of a fit, the first one apart."""
     threads = len(os.sched_getaffinity(0)) if settings["shards"] == 1 else 1
     given = {"max_epochs": 5, "devices": "cpu", "schedule": case.rate, "threads_per_shard": threads, "progress": False}
@@ -77,18 +77,18 @@ def ours(case: speed.Case, data: ss.Data, cores: int | None = None, **settings: 
     return statistics.median(row["seconds"] for row in run.history[1:]) / case.steps * 1e3
 
 
-def ways(case: speed.Case, only: list[str]) -> dict[str, Callable[[], float]]:
+def ways(case: peers.Case, only: list[str]) -> dict[str, Callable[[], float]]:
     """By name: what gives the milliseconds of a step."""
     numbers, known = case.examples(), {one.name for one in fields(ss.Trainer)} | {"cores"}
     x, y = map(torch.from_numpy, numbers)
     found: dict[str, Callable[[], float]] = {}
-    peers, data = speed.peers(case, x, y, "float32"), ss.Data(train=numbers)
+    theirs, data = peers.peers(case, x, y, "float32"), ss.Data(train=numbers)
     for name in PEERS:
-        if name in peers and (name == PEERS[0] or any(word in name for word in only)):
+        if name in theirs and (name == PEERS[0] or any(word in name for word in only)):
             try:
                 if name in ("Lightning", "Accelerate"):
                     importlib.import_module(name.lower())
-                peer = peers[name]()
+                peer = theirs[name]()
                 found[name] = lambda peer=peer: statistics.mean(peer())
             except ImportError as error:
                 print(f"{name} is left out: {error}; install it into a folder, and name that in PYTHONPATH")
@@ -100,7 +100,7 @@ def ways(case: speed.Case, only: list[str]) -> dict[str, Callable[[], float]]:
     return found
 
 
-def measure(case: speed.Case, rounds: int, only: list[str]) -> list[dict[str, Any]]:
+def measure(case: peers.Case, rounds: int, only: list[str]) -> list[dict[str, Any]]:
     found = ways(case, only)
     times: dict[str, list[float]] = {name: [] for name in found}
     for i in range(rounds + 1):
@@ -134,7 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     if torch.cuda.is_available():
         raise SystemExit("this benchmark is for the CPU: hide the GPU with CUDA_VISIBLE_DEVICES=")
-    cases, began = speed.cases(tiny=False, cuda=False), time.perf_counter()
+    cases, began = peers.cases(tiny=False, cuda=False), time.perf_counter()
     rows = [
         row
         for name in options.models.split(",")

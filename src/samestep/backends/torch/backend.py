@@ -221,7 +221,7 @@ class TorchBackend(Backend):
             for context in (
                 replaced(flags), torch.random.fork_rng([d.index for d in devices if d.kind == "cuda"]),
                 torch.inference_mode(False), torch.enable_grad(), nullcontext() if home else torch.device("cpu"),
-                precision.of(self.making.precision), precision.compiling() if self.making.compile else nullcontext(),
+                precision.of(way := self.making.precision), precision.compiling(way) if self.making.compile else nullcontext(),
                 kernels.of_every_cpu() if self.portable else nullcontext(), warnings.catch_warnings(),
             ):  # fmt: skip
                 stack.enter_context(context)

@@ -44,12 +44,16 @@ def of(precision: str) -> Iterator[None]:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """While this lasts, torch.compile chooses nothing by a stopwatch, and never computes without compiling in silence."""
+def compiling(precision: str) -> Iterator[None]:
+    """While this lasts, torch.compile chooses nothing by a stopwatch, and never computes without compiling in silence.
+
+    So it would not widen matrices to whole multiples of what tensor cores take, either, unless it always does.
+    """
     from torch._dynamo import config as dynamo  # slow to import
     from torch._inductor import config as inductor
 
-    with dynamo.patch(DYNAMO), inductor.patch({"deterministic": True} if hasattr(inductor, "deterministic") else {}):
+    wanted = {"deterministic": True, "force_shape_pad": precision != "float32"}
+    with dynamo.patch(DYNAMO), inductor.patch({name: wanted[name] for name in wanted if hasattr(inductor, name)}):
         yield
 
 

@@ -164,7 +164,10 @@ def not_trained(parameter: str) -> Invalid:
 def part(thing: Any, *names: str) -> Any:
     """The first of these that a dictionary or an object (a ModelOutput) has and that is not None."""
     inside = thing.get if isinstance(thing, Mapping) else functools.partial(getattr, thing)
-    return next((found for name in names if (found := inside(name, None)) is not None), None)
+    for name in names:  # no generator: older compilers of PyTorch cannot read one with := in it
+        if (found := inside(name, None)) is not None:
+            return found
+    return None
 
 
 def class_axis(scores: tuple[int, ...], labels: tuple[int, ...]) -> int:

@@ -169,9 +169,15 @@ class Rehearsal:
         on, and_on = [self.fit.result.devices[i] for i in places]
         when = f"at step {step}, on {on} and on {and_on}"
         if group.world.size == 1 and group.most(batch.pass_) > 1 and not group.backend.workers.there:
-            # The device need not wait for what the host compares.
+            # The device need not wait for what the host compares. The examples are looked at if something differs.
             launched = [self._launch(group.replicas[i], shard, self._watched(batch, shard)) for i in here]
-            self._unsettled = lambda: self._compare(launched[0](), launched[1](), batch, shard, here, when)
+
+            def settle() -> None:
+                one, other = (hashes(examples=False) for hashes in launched)
+                if one != other:
+                    self._compare(launched[0](), launched[1](), batch, shard, here, when)
+
+            self._unsettled = settle
             return
         # The first as it is in a step: a recording that has gone stale is not like the operations.
         mine = self._computed(batch, [(i, shard) for i in here], replayed=lo <= owner < hi)
@@ -230,14 +236,14 @@ class Rehearsal:
     def _compute(self, replica: Replica, shard: int, batch: Watched, replayed: bool = False) -> Hashes:
         return self._launch(replica, shard, batch, replayed)()
 
-    def _launch(self, replica: Replica, shard: int, batch: Watched, replayed: bool = False) -> Callable[[], Hashes]:
-        """Compute a shard; returns what gives the hashes, and may wait for the device."""
+    def _launch(self, replica: Replica, shard: int, batch: Watched, replayed: bool = False) -> Callable[..., Hashes]:
+        """Compute a shard; returns what gives the hashes, of its examples too if wanted, and may wait for the device."""
         get, vector = replica.backend.get, (replica.replayed if replayed else replica.single)(batch, shard)
         if not self._moves:  # a shard of weight zero cannot tell
             zero = self.group.weighted and not get(vector)[-replica.measure.more]
             self._moves = zero or bool(get(vector)[: replica.layouts[0].size].any())
         digest = replica.digest(vector)
-        return lambda: {**batch.hashes(), RESULT: hashed(get(digest))}
+        return lambda examples=True: {**(batch.hashes() if examples else {}), RESULT: hashed(get(digest))}
 
     def _watched(self, batch: Batch, shard: int) -> Watched:
         return Watched(batch.pass_.again(batch.spans[shard]), batch.spans, batch.keys)

@@ -313,7 +313,7 @@ class TorchBackend(Backend):
         return torch.full((), value, dtype=dtype, device=like.device)
 
     def count_hits(self, output: Any, y: Any) -> Any:
-        return (output.detach().argmax(1) == y).sum()
+        return (output.detach().argmax(1) == y).sum(dtype=torch.float32)
 
     def zero(self, like: Any) -> Any:
         return torch.zeros((), device=like.device)

@@ -18,7 +18,7 @@ from samestep.data.convert import both
 from samestep.data.feed import Batch
 from samestep.devices import Device
 from samestep.shards import Fold, Span, cut
-from samestep.trees import Tree
+from samestep.trees import Tree, leaves
 
 if TYPE_CHECKING:
     from samestep.training.replicas import Replicas
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MOST = 64  # steps in one call
 AT_ONCE = 2 << 30  # bytes of gradients that are computed at once, unless `streams` says how many
 STREAMS = 8
+ALIGNED = 256  # bytes: what begins there is as good as memory of its own
 Take = Callable[[int], tuple[Tree, Tree]]  # the examples of a shard
 Parts = dict[Span, Tensor]
 
@@ -95,11 +96,22 @@ class Place:
         return [Row(at[i : i + 1], None if index is None else index[i], rates[i], made[i]) for i in range(count)]
 
     def taking(self, spans: Sequence[Span], index: Tensor, resident: tuple[Tree, Tree]) -> Take:
-        """The gathering of examples from data on the GPU."""
-        first = spans[0][0]
+        """The gathering of examples from data on the GPU: at once, if each shard then begins where memory of its own may."""
+        shares = self.group.plan(len(spans)).shares
+        mine = [spans[shard] for i in self.indices for shard in shares[i]]
+        first, start, stop = spans[0][0], mine[0][0], mine[-1][1]
+        sizes = [array[:1].numel() * array.element_size() for array in leaves(resident)]
+        together = all((lo - start) * size % ALIGNED == 0 for lo, _ in mine for size in sizes)
+        whole = (
+            both(lambda array: array.index_select(0, index[start - first : stop - first]), *resident)
+            if together
+            else None
+        )
 
         def take(shard: int) -> tuple[Tree, Tree]:
             lo, hi = spans[shard]
+            if whole is not None:
+                return both(lambda array: array[lo - start : hi - start], *whole)
             here = index[lo - first : hi - first]
             return both(lambda array: array.index_select(0, here), *resident)
 
@@ -108,6 +120,7 @@ class Place:
     def sums(self, n: int, take: Take, noise: dict[int, torch.Generator]) -> Parts:
         """The parts of the sum over n shards that the replicas here hold. `noise`: of each shard that draws any."""
         shares, main = self.group.plan(n).shares, torch.cuda.current_stream()
+        streams = [main, *self.streams]
         work = [(j, shard) for j, i in enumerate(self.indices) for shard in shares[i]]
         generator, kept = torch.cuda.default_generators[self.native.index or 0], list[Any]()
 
@@ -122,7 +135,7 @@ class Place:
         shared = cut(len(work), min(self.count, len(work)))
         for s, (lo, hi) in enumerate(shared):
             own: Fold[Tensor] = Fold(n, lambda left, right: left.add_(right))
-            stream = self.streams[s]
+            stream = streams[s]
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 for j, shard in work[lo:hi]:
@@ -134,7 +147,7 @@ class Place:
                     own.add((shard if before is None else shard - 1, shard + 1), vector)
             for span, vector in own.parts.items():
                 together.add(span, (vector, stream))
-        for stream in self.streams[: len(shared)]:
+        for stream in streams[: len(shared)]:
             main.wait_stream(stream)
         return {span: vector for span, (vector, _) in together.parts.items()}
 

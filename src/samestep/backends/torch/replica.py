@@ -73,6 +73,7 @@ class TorchReplica(Replica):
         self.names = {name: known[id(t)] for name, t in [*kept.items(), *trained.items()]}
         self._known, self.layouts = known, [flat.layout for flat in [self.weights, *self.state]]
         self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.weights.vector.dtype, device=self._native)
+        self._one = torch.ones_like(self._zeros[:1])
         self.lane = Lanes(self._new_lane)
         self._noise, self._fingerprint = TorchNoise(compiled), VectorFingerprint(self.vectors)
         self._recorder, self.keeps_state = Recorder(capture and not keeps_state(model)), keeps_state(model)
@@ -151,7 +152,8 @@ class TorchReplica(Replica):
         def backward(result: list[Tensor]) -> Pieces:
             loss, *others = result
             with watched(lane.parameters, bands):
-                gradients = torch.autograd.grad(loss, lane.parameters, allow_unused=True, materialize_grads=True)
+                given = self._one.view_as(loss) if loss.dtype == self._one.dtype else None  # else a kernel makes one
+                gradients = torch.autograd.grad(loss, lane.parameters, given, allow_unused=True, materialize_grads=True)
             dtype = self._zeros.dtype
             with torch.no_grad():
                 if bands:

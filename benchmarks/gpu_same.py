@@ -1,6 +1,6 @@
 """The same bits in every way to compute a recipe, on a GPU; and other bits of other recipes.
 
-    python benchmarks/gpu_same.py [--budget 165] [--device cuda] [--only TEXT,TEXT] [--no-jax] > gpu-same.txt
+    python benchmarks/gpu_same.py [--budget 165] [--device cuda] [--only TEXT,TEXT] [--no-jax] [--parts 4]
     python benchmarks/gpu_same.py --tiny            few recipes and ways, to see that it runs
 
 Small models, two epochs, a batch that the shards do not divide, and a last one that is smaller. Every recipe (optimizer,
@@ -9,7 +9,7 @@ the Trainer does by itself, and then in other ways: again; operation by operatio
 2, 3 and 8 replicas, which share the device; with data streamed from a file; several of these at once; and resumed from a
 checkpoint of the first epoch on another number of replicas. The fingerprints after every step must be equal (==). Recipes that
 differ in precision, optimizer, clipping or shards must end differently. What a fit warns of is printed: a way that was not
-captured says so. JAX does the same in a process of its own, at the same time, if it is installed.
+captured says so. Several processes share the recipes, and as many those of JAX, if it is installed.
 
 The output ends with `N passed, M failed, K left out`; the exit status is 1 if any failed. When the budget (seconds) is over,
 the rest is left out, which is said.
@@ -303,37 +303,37 @@ class Checks:
         return {"framework": self.options.framework, **counts, "rows": self.rows}
 
 
-def jax_started(options: argparse.Namespace, log: Path, answer: Path) -> subprocess.Popen[bytes] | None:
-    """The same script for JAX, in a process of its own."""
-    if options.no_jax or find_spec("jax") is None:
-        return None
-    command = [
-        sys.executable,
-        __file__,
-        "--framework",
-        "jax",
-        "--answer",
-        str(answer),
-        "--budget",
-        str(options.budget - 10),
-    ]
-    command += ["--device", options.device, "--only", options.only] + ["--tiny"] * options.tiny
+def started(options: argparse.Namespace, framework: str, part: int, folder: Path) -> subprocess.Popen[bytes]:
+    """The same script for a part of the recipes, in a process of its own."""
+    command = [sys.executable, __file__, "--framework", framework, "--part", str(part), "--parts", str(options.parts)]
+    command += ["--answer", str(folder / f"{framework}{part}.json"), "--budget", str(options.budget - 5)]
+    command += ["--device", options.device, "--only", options.only, *["--tiny"] * options.tiny]
     variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if options.device == "cpu":
         variables |= {"JAX_PLATFORMS": "cpu"}
-    with open(log, "wb") as out:
+    with open(folder / f"{framework}{part}.log", "wb") as out:
         return subprocess.Popen(command, env=variables, stdout=out, stderr=subprocess.STDOUT)
 
 
-def jax_ended(process: subprocess.Popen[bytes], log: Path, answer: Path, seconds: float) -> dict[str, Any] | None:
-    try:
-        process.wait(timeout=max(5.0, seconds))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        print("JAX: stopped, the time is over; what it had said:")
-    print(log.read_text(errors="replace")[-6000:].rstrip(), flush=True)
-    return json.loads(answer.read_text()) if answer.exists() else None
+def recipes_of(options: argparse.Namespace) -> list[Recipe]:
+    """Those of this process."""
+    recipes = torch_recipes()[0] if options.framework == "torch" else jax_recipes()[0]
+    if options.only:
+        recipes = [one for one in recipes if any(part in one.name for part in options.only.split(","))]
+    elif options.tiny:
+        recipes = recipes[:4] if options.framework == "torch" else recipes[:1]
+    cpu = options.device == "cpu"  # tf32 is for GPUs
+    recipes = [one for one in recipes if not (cpu and one.settings.get("precision") == "tf32")]
+    return recipes[options.part :: options.parts]
+
+
+def part(options: argparse.Namespace) -> None:
+    """Be one of the processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        checks = Checks(options, Path(folder))
+        for recipe in recipes_of(options):
+            checks.recipe(recipe)
+        Path(options.answer).write_text(json.dumps(checks.summary() | {"prints": checks.prints}))
 
 
 def main() -> int:
@@ -343,51 +343,53 @@ def main() -> int:
     parser.add_argument("--only", default="", help="recipes by parts of their names")
     parser.add_argument("--no-jax", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--framework", default="torch", choices=("torch", "jax"), help="which this process is for")
-    parser.add_argument("--answer", help="a file for what was found, if this process was started by another")
+    parser.add_argument("--parts", type=int, default=4, help="processes at a time for each framework")
+    parser.add_argument("--framework", default="", choices=("torch", "jax"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        here, other = Path(folder), None
-        if options.framework == "torch":
-            import torch
+    if options.answer:
+        part(options)
+        return 0
+    import torch
 
-            options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-            where = machine()
-            print(
-                f"{where['name']}, torch {where['torch']}, Python {where['python']}, samestep {ss.__version__}",
-                flush=True,
-            )
-            other = jax_started(options, here / "jax.log", here / "jax.json")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where, frameworks = machine(), ["torch", *["jax"] * bool(find_spec("jax") and not options.no_jax)]
+    print(f"{where['name']}, torch {where['torch']}, Python {where['python']}, samestep {ss.__version__}", flush=True)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        here, until = Path(folder), time.monotonic() + options.budget + 5
+        them = {(name, i): started(options, name, i, here) for name in frameworks for i in range(options.parts)}
         checks = Checks(options, here)
-        recipes, pairs = torch_recipes() if options.framework == "torch" else jax_recipes()
-        if options.only:
-            recipes = [one for one in recipes if any(part in one.name for part in options.only.split(","))]
-        elif options.tiny:
-            recipes = recipes[:4] if options.framework == "torch" else recipes[:1]
-        for recipe in recipes:
-            if options.device == "cpu" and recipe.settings.get("precision") == "tf32":
-                continue  # GPUs have it
-            checks.recipe(recipe)
-        checks.differ(pairs)
-        found = [checks.summary()]
-        if options.answer:
-            Path(options.answer).write_text(json.dumps(found[0]))
-        if other:
-            theirs = jax_ended(other, here / "jax.log", here / "jax.json", options.budget - found[0]["seconds"])
-            found += [
-                theirs
-                or {"framework": "jax", "passed": 0, "failed": 1, "left": 0, "fits": 0, "seconds": 0.0, "rows": []}
-            ]
+        for (name, i), process in them.items():
+            try:
+                process.wait(max(1.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            print((here / f"{name}{i}.log").read_text(errors="replace").rstrip(), flush=True)
+            answer = here / f"{name}{i}.json"
+            if answer.exists():
+                found.append(json.loads(answer.read_text()))
+                checks.prints |= found[-1].pop("prints")
+            else:
+                print(f"{name}, part {i}: no answer, status {process.returncode}")
+                found.append(
+                    {"framework": name, "passed": 0, "failed": 1, "left": 0, "fits": 0, "seconds": 0.0, "rows": []}
+                )
+        checks.differ([*torch_recipes()[1], *(jax_recipes()[1] if "jax" in frameworks else [])])
+        found.append(checks.summary() | {"framework": "other recipes, other bits"})
     for one in found:
-        told = "{passed} passed, {failed} failed, {left} left out, in {fits} fits and {seconds:.0f} s"
-        print(f"{one['framework']}: {told.format(**one)}", flush=True)
-    if not options.answer:
-        passed, failed, left = (sum(one[name] for one in found) for name in ("passed", "failed", "left"))
-        if not options.tiny or os.environ.get("OUT"):
-            keep("gpu-same", found, passed=passed, failed=failed, left=left)
-        print(f"{passed} passed, {failed} failed, {left} left out")
-        return int(failed > 0)
-    return 0
+        print(
+            "{framework}: {passed} passed, {failed} failed, {left} left out, in {fits} fits and {seconds:.0f} s".format(
+                **one
+            )
+        )
+    passed, failed, left = (sum(one[name] for one in found) for name in ("passed", "failed", "left"))
+    if not options.tiny or os.environ.get("OUT"):
+        keep("gpu-same", found, passed=passed, failed=failed, left=left)
+    print(f"{passed} passed, {failed} failed, {left} left out")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

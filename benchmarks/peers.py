@@ -6,7 +6,8 @@ in tf32 and in bfloat16, GPT-2 in bfloat16. `jax`: LeNet in JAX.
 
 The peers: a plain loop (a random batch by index on the device, zero_grad, forward, backward, a step of torch.optim; loss and
 hits summed on the device); the same with channels_last, with torch.compile, with mode="reduce-overhead"; a CUDA graph of
-the whole step, which draws the batch, too, also with the model compiled, and with cudnn.benchmark; Lightning and Accelerate as
+the whole step, which draws the batch, too, also with the model compiled, with cudnn.benchmark; the same with deterministic
+kernels and without cudnn.benchmark, whose bits are the same each time, as samestep's are; Lightning and Accelerate as
 users write them (LeNet and MLP). All have the same optimizer and precision: SGD, with momentum for ResNet; AdamW, fused, for
 the GPTs. tf32: both switches of PyTorch on; float32: both off; bfloat16: autocast around forward and loss, the switches off.
 Of JAX: a jitted step, and a scan over a whole epoch.
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 import samestep as ss
 from samestep.models import torch as models
 
+FIXED = "deterministic"
 Measure = Callable[[], list[float]]  # milliseconds of a step, of one or more samples
 
 
@@ -157,16 +159,21 @@ def clean() -> None:
 
 
 @contextmanager
-def switches(precision: str, benchmark: bool = False) -> Iterator[None]:
-    """PyTorch's own switches, for a peer; samestep has settings of its own."""
+def switches(precision: str, benchmark: bool = False, fixed: bool = False) -> Iterator[None]:
+    """PyTorch's own switches, for a peer; samestep has settings of its own. fixed: kernels with the same bits each time."""
     cudnn, tf32 = torch.backends.cudnn, precision == "tf32"
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    cudnn.allow_tf32, cudnn.benchmark = tf32, benchmark
+
+    def set_to(tf32_products: bool, tf32: bool, benchmark: bool, fixed: bool) -> None:
+        torch.set_float32_matmul_precision("high" if tf32_products else "highest")
+        cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = tf32, benchmark, fixed
+        torch.use_deterministic_algorithms(fixed)
+        torch.utils.deterministic.fill_uninitialized_memory = not fixed
+
+    set_to(tf32, tf32, benchmark, fixed)
     try:
         yield
     finally:  # as PyTorch begins
-        torch.set_float32_matmul_precision("highest")
-        cudnn.allow_tf32, cudnn.benchmark = True, False
+        set_to(False, True, False, False)
 
 
 class Loop:
@@ -176,7 +183,7 @@ class Loop:
         self, case: Case, x: Tensor, y: Tensor, precision: str, last: bool = False, mode: str = "", **how: Any
     ) -> None:
         self.case, self.x, self.y, self.last, self.device = case, x, y, last, x.device.type
-        self.precision, self.benchmark = precision, False
+        self.precision, self.benchmark, self.fixed = precision, False, False
         torch.manual_seed(0)
         self.model = copy.deepcopy(case.make()).to(self.device).train()
         if last:
@@ -224,7 +231,7 @@ class Loop:
         float(self.total), int(self.hits)
 
     def __call__(self) -> list[float]:
-        with switches(self.precision, self.benchmark):
+        with switches(self.precision, self.benchmark, self.fixed):
             self.go(3)
             synchronize()
             began = time.perf_counter()
@@ -236,10 +243,10 @@ class Loop:
 class Graph(Loop):
     """The whole step, from the choice of the batch to the update, as one CUDA graph."""
 
-    def __init__(self, *args: Any, **how: Any) -> None:
+    def __init__(self, *args: Any, fixed: bool = False, **how: Any) -> None:
         super().__init__(*args, **how, capturable=True)
-        self.benchmark = True
-        with switches(self.precision, True):
+        self.benchmark, self.fixed = not fixed, fixed
+        with switches(self.precision, self.benchmark, fixed):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -384,6 +391,7 @@ def peers(case: Case, x: Tensor, y: Tensor, precision: str, device: str = "") ->
     found: dict[str, Any] = {"plain loop": partial(loop, **first)}
     if cuda:
         found[f"CUDA graph, model compiled{how}"] = partial(graph, **best, **fused, mode="default")
+        found[f"CUDA graph, model compiled{how}, {FIXED}"] = partial(graph, **best, **fused, mode="default", fixed=True)
     found[f"torch.compile{how}"] = partial(loop, **best, mode="default")
     if case.small:
         found["Lightning"] = lambda: lightning(case, x, y, precision)

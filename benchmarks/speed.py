@@ -1,7 +1,7 @@
 """Time and memory of a step: samestep beside what else there is for PyTorch and JAX, in one run, in alternating rounds.
 
     python benchmarks/speed.py [--models lenet,jax/resnet18,gpt/gpt2] [--precision tf32,bfloat16] [--rounds 5] [--budget 120]
-        [--only TEXT,TEXT] [--without TEXT,TEXT] [--replicas 1,2,3,8] [--device cuda] [--kernels]
+        [--only TEXT,TEXT] [--without TEXT,TEXT] [--replicas 1,2,3,8] [--device cuda] [--kernels NAME|NAME]
     python benchmarks/speed.py --tiny           small models and few steps, to see that it runs
 
 peers.py has the models and the peers. Every configuration has a process of its own. Those of the models between two slashes
@@ -15,8 +15,8 @@ Memory is torch.cuda.max_memory_allocated from before a configuration is made to
 allocated before: so without the examples, and for samestep without its own copy of them. `replicas` tells whether the
 fingerprints of every step are those of one replica.
 
---only and --without choose by parts of names (the plain loop always runs). --kernels: after the rounds, one turn more under
-PyTorch's profiler: which kernels took how long, and for which share of an epoch no kernel ran.
+--only and --without choose by parts of names (the plain loop always runs). --kernels NAME|NAME: after the rounds, these have
+one turn more under PyTorch's profiler: which kernels took how long, and for which share of an epoch no kernel ran.
 """
 
 from __future__ import annotations
@@ -153,11 +153,6 @@ def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before:
             turns.say(samples=[self.result.history[-1]["seconds"] / case.steps * 1e3])
         turns.about["prints"] = ss.fingerprint.of_weights({"prints": prints_of(self)})
 
-    if given.pop("nopad", 0):  # XXX
-        from samestep.backends.torch import precision as P
-
-        orig = P.compiling
-        P.compiling = lambda p: orig("float32")
     Fit.epoch = in_turn
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
@@ -248,7 +243,8 @@ def started(names: list[str], options: argparse.Namespace) -> list[Entry]:
         command = [__file__, "--models", model, "--precision", precision, "--one", name, "--device", options.device]
         command += ["--replicas", options.replicas, "--also", options.also, "--steps", str(options.steps)]
         command += ["--tiny"] * options.tiny
-        entries.append(Entry(models[model], precision, name, Child(name, command, env)))
+        own = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if peers.FIXED in name else {}
+        entries.append(Entry(models[model], precision, name, Child(name, command, env | own)))
     return entries
 
 
@@ -271,8 +267,10 @@ def measured(names: list[str], options: argparse.Namespace) -> list[dict[str, An
             continue
         entry.about = answer
     print(f"  {len(entries)} are ready after {time.monotonic() - began:.0f} s", flush=True)
-    for word in ["go"] * options.rounds + ["kernels"] * options.kernels:
+    for word in ["go"] * options.rounds + ["kernels"] * bool(options.kernels):
         for entry in list(entries):
+            if word == "kernels" and entry.name not in options.kernels.split("|"):
+                continue
             answer = entry.child.ask(word)
             if answer is None:
                 print(f"  {entry.name} failed", *entry.child.told[-6:], sep="\n      ", flush=True)
@@ -361,7 +359,7 @@ def main() -> None:
     parser.add_argument("--without", default="")
     parser.add_argument("--replicas", default="1,2,3,8" if cuda else "1,2")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--kernels", default="", help="names, with | between")
     parser.add_argument("--also", default="{}", help="more settings of the Trainer by name, as JSON")
     parser.add_argument("--steps", type=int, default=0, help="of an epoch; 0: as the model has them")
     parser.add_argument("--tiny", action="store_true")

@@ -109,6 +109,39 @@ def test_recorded_steps_are_those_one_by_one(name: str, log: list[str]) -> None:
     assert log
 
 
+@pytest.mark.parametrize(("aligned", "gathers"), [(1, 1), (1 << 30, 8)])
+def test_examples_are_gathered_at_once_if_every_shard_is_aligned(
+    aligned: int, gathers: int, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, taken = fit(capture=False), list[int]()
+
+    def taking(self: place.Place, spans: Any, index: Any, resident: Any, usual: Any = place.Place.taking) -> Any:
+        before = calls.count
+        take = usual(self, spans, index, resident)
+        found = [label for shard in range(len(spans)) for label in take(shard)[1].tolist()]
+        taken.append((calls.count - before) // 2)  # of x and of y
+        assert found == resident[1][index].tolist()
+        return take
+
+    calls = Calls(torch.Tensor.index_select)
+    monkeypatch.setattr(torch.Tensor, "index_select", lambda *given: calls(*given))
+    monkeypatch.setattr(place.Place, "taking", taking)
+    monkeypatch.setattr(place, "ALIGNED", aligned)
+    suite.same(one, fit())
+    assert set(taken) == {gathers}
+
+
+class Calls:
+    """Counts the calls of a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *given: Any) -> Any:
+        self.count += 1
+        return self.function(*given)
+
+
 def test_statistics_of_batches_and_a_batch_that_is_smaller(log: list[str]) -> None:
     suite.same(fit(suite.NORMED, capture=False), fit(suite.NORMED, devices=["cpu"] * 2))
     assert set(log) == {"record", "record_whole"}

@@ -47,8 +47,9 @@ def test_tf32_needs_a_gpu():
 def test_channels_last_is_the_same_on_any_number_of_devices_and_resumed(model, tmp_path):
     one = suite.everywhere(model, tmp_path, memory_format="channels_last")
     assert one.recipe["memory_format"] == "channels_last"
-    plain = suite.fit(model, "cpu")
+    plain = suite.fit(model, "cpu", memory_format="contiguous")
     assert "memory_format" not in plain.recipe
+    suite.same(one, suite.fit(model, "cpu"))  # the default on a CPU
     assert one.fingerprints != plain.fingerprints
     assert {name: t.shape for name, t in one.weights().items()} == {
         name: t.shape for name, t in plain.weights().items()
@@ -94,18 +95,70 @@ def test_a_resume_under_another_recipe_is_refused(tmp_path):
     kept = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
     suite.fit("lenet_modern", "cpu", memory_format="channels_last", **kept)
     with pytest.raises(Invalid, match="memory_format is .*, was 'channels_last'"):
-        suite.fit("lenet_modern", "cpu", **kept)
+        suite.fit("lenet_modern", "cpu", memory_format="contiguous", **kept)
+
+
+def test_every_framework_has_the_usual_memory_format():
+    """So a Trainer that says so is for all."""
+    suite.same(suite.fit("mlp_with_dropout", "cpu"), suite.fit("mlp_with_dropout", "cpu", memory_format="contiguous"))
+
+
+def views(when):
+    """A net that sees its numbers in the order that they usually have in memory: always, in training, or never."""
+    import torch
+
+    class Views(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.dense = torch.nn.Conv2d(1, 4, 9), torch.nn.Linear(4 * 20 * 20, 10)
+
+        def forward(self, x):
+            x = self.conv(x)
+            return self.dense(x.view(len(x), -1) if when(self.training) else x.flatten(1))
+
+    torch.manual_seed(0)
+    return Views()
+
+
+@torch_only
+@pytest.mark.parametrize("when", [lambda training: True, lambda training: training, lambda training: not training])
+def test_a_model_that_cannot_compute_with_channels_last_does_not_by_default(when):
+    data = suite.data("lenet", 64)
+    run = ss.Trainer(1, 32, devices=["cpu"] * 2, progress=False).fit(views(when), data)
+    assert "memory_format" not in run.recipe
+    suite.same(run, ss.Trainer(1, 32, devices="cpu", progress=False, memory_format="contiguous").fit(views(when), data))
+    if when(True):
+        with pytest.raises(Invalid, match=r"^use reshape in the model, or Trainer\(memory_format='contiguous'\)"):
+            ss.Trainer(1, 32, devices="cpu", progress=False, memory_format="channels_last").fit(views(when), data)
+
+
+@torch_only
+@pytest.mark.parametrize("net", ["lazy", "without convolutions", "float64"])
+def test_which_models_have_channels_last_by_default(net):
+    import torch
+
+    make = {
+        "lazy": lambda: torch.nn.Sequential(torch.nn.LazyConv2d(4, 9), torch.nn.Flatten(), torch.nn.LazyLinear(10)),
+        "without convolutions": lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)),
+        "float64": lambda: views(lambda training: False).double(),
+    }
+    data = suite.data("lenet", 64)
+    if net == "float64":
+        data = ss.Data(train=(data.train.x.astype("float64"), data.train.y))
+    run = ss.Trainer(1, 32, devices="cpu", progress=False).fit(make[net](), data)
+    assert run.recipe.get("memory_format") == ("channels_last" if net == "lazy" else None)
 
 
 APART = """
 from pathlib import Path
 from conformance import suite
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import counters, get_compilation_metrics
 
 one = suite.everywhere({model!r}, Path({folder!r}), **{settings!r})
 plain = suite.fit({model!r}, "cpu")
 print(one.recipe["precision"], one.recipe.get("compile"), one.fingerprints == plain.fingerprints)
 print({{str(t.dtype) for t in one.weights().values()}}, "numbers_of" in {{m.co_name for m in get_compilation_metrics()}})
+print(dict(counters["graph_break"]))
 """
 
 
@@ -120,22 +173,23 @@ def apart(settings, folder, model="lenet_modern"):
 
 @torch_only
 def test_bfloat16_is_the_same_on_any_number_of_devices_and_resumed(tmp_path):
-    assert apart({"precision": "bfloat16"}, tmp_path) == ["bfloat16 None False", "{'float32'} False"]
+    assert apart({"precision": "bfloat16"}, tmp_path) == ["bfloat16 None False", "{'float32'} False", "{}"]
 
 
 @torch_only
 @pytest.mark.parametrize("model", ["lenet_modern", "mlp_with_dropout"])
 def test_compiled_shards_are_the_same_on_any_number_of_devices_and_resumed(model, tmp_path):
-    """Not only the update is compiled. The bits may be those of the operations, or not."""
+    """Model and loss are compiled as one, and not only the update is. The bits may be those of the operations, or not."""
     import shutil
 
     if not shutil.which(os.environ.get("CXX", "g++")):
         with pytest.raises(Invalid, match="compile=True needs a C\\+\\+ compiler"):
             suite.fit("lenet_modern", "cpu", compile=True)
         return
-    recipe, compiled = apart({"compile": True}, tmp_path, model)
+    recipe, compiled, breaks = apart({"compile": True}, tmp_path, model)
     assert recipe.startswith("float32 True")
     assert compiled == "{'float32'} True"
+    assert breaks == "{}"
 
 
 @torch_only

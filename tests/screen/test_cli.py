@@ -214,7 +214,7 @@ BAD = {
     "--seed 18446744073709551616": "seed must be at most 18446744073709551615, got seed=18446744073709551616",
     "--threads-per-shard 0": "threads_per_shard must be at least 1",
     "--precision half": "precision must be one of 'float32', 'tf32', 'bfloat16', got precision='half'",
-    "--memory-format nhwc": "memory_format must be one of 'contiguous', 'channels_last', got memory_format='nhwc'",
+    "--memory-format nhwc": "memory_format must be one of 'auto', 'contiguous', 'channels_last', got memory_format='nhwc'",
     "--sampling all": "sampling must be one of without_replacement, with_replacement, in_order, got sampling='all'",
     "--model vgg": "unknown model 'vgg': choose one of lenet, lenet_modern, mlp, resnet18",
     "--backend caffe": "no backend 'caffe': samestep has torch, jax, tensorflow, paddle",

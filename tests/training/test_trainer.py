@@ -308,7 +308,7 @@ def test_what_a_trainer_is_without_any_setting():
         "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
         "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
         "metrics": {}, "monitor": None, "mode": "min", "patience": None, "lr": None, "unit": "step", "profile": None,
-            "precision": "float32", "memory_format": "contiguous", "compile": False, "streams": None,
+            "precision": "float32", "memory_format": "auto", "compile": False, "streams": None,
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from samestep.errors import Invalid
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
-FORMATS = ("contiguous", "channels_last")
+FORMATS = ("auto", "contiguous", "channels_last")
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Making:
     """The defaults are what every framework does."""
 
     precision: str = "float32"  # in which products are computed; weights and sums are as the model has them
-    memory_format: str = "contiguous"
+    memory_format: str = "auto"  # which a backend replaces by one of the others, if it has them
     compile: bool = False
     streams: int | None = None  # shards at once on a GPU; it decides no bit
 
     def recipe(self) -> dict[str, Any]:
         """What decides bits, as far as it is not the default."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("precision", "streams")}
-        return {name: value for name, value in given.items() if value != getattr(Making, name)}
+        last = {"memory_format": self.memory_format} if self.memory_format == "channels_last" else {}
+        return last | ({"compile": True} if self.compile else {})
 
     def only_of_pytorch(self, framework: str) -> None:
         """Refuse what a framework does not have, with what to do there instead."""
@@ -33,7 +33,7 @@ class Making:
             "tensorflow": {"precision": "make the model with a dtype policy of Keras", "compile": "graphs are compiled anyway"},
         }.get(framework, {})  # fmt: skip
         for f in fields(self):
-            if getattr(self, f.name) != f.default:
+            if getattr(self, f.name) not in (f.default, "contiguous"):
                 how = instead.get(f.name, "leave it out")
                 raise Invalid(
                     f"{f.name}={getattr(self, f.name)!r} is for PyTorch, and the model is of {framework}: {how}"

@@ -80,9 +80,7 @@ def train(
     seed: Annotated[int | None, option("Decides weights, order and noise  [0]")] = None,
     threads_per_shard: Annotated[int | None, option("Threads of arithmetic per shard on the CPU  [1]")] = None,
     precision: Annotated[str | None, option(f"{', '.join(PRECISIONS)}  [float32]", among=PRECISIONS)] = None,
-    memory_format: Annotated[
-        str | None, option(f"Of images: {', '.join(FORMATS)}  [contiguous]", among=FORMATS)
-    ] = None,
+    memory_format: Annotated[str | None, option(f"Of images: {', '.join(FORMATS)}  [auto]", among=FORMATS)] = None,
     compiled: Annotated[bool, option("Compile shards and update (torch.compile)", "--compile")] = False,
     sampling: Annotated[str | None, option("without_replacement, with_replacement or in_order")] = None,
     deterministic: Annotated[bool | None, option("--no-deterministic gives up sameness")] = None,

@@ -81,7 +81,8 @@ class Trainer:
     metrics            {name: function of (output, y) that returns (sum, weight)}: in the history as train_name and test_name
     sampling           "without_replacement", "with_replacement" or "in_order"
     precision          of products: "float32", "tf32" (GPUs) or "bfloat16" (PyTorch's autocast); weights and sums stay float32
-    memory_format      "channels_last": images and the weights of convolutions lie that way in memory (PyTorch)
+    memory_format      of images and the weights of convolutions: "contiguous" or "channels_last" (PyTorch); "auto" is
+                       channels_last on CPUs if the model can compute that way, but not in a portable run
     compile            compile shards and update with torch.compile: often faster, and other bits than without
     streams            how many shards a GPU computes at once, which costs memory and decides no bit; None: as many as help
     capture            record steps or shards once and replay them: faster, same bits
@@ -124,7 +125,7 @@ class Trainer:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
     sampling: str = "without_replacement"
     precision: str = "float32"
-    memory_format: str = "contiguous"
+    memory_format: str = "auto"
     compile: bool = False
     streams: int | None = None
     capture: bool = True

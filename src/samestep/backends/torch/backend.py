@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from samestep.backends.steps import Steps
     from samestep.training.replicas import Replicas
 
+VIEWED = "view size is not compatible"  # PyTorch's words
 # cuBLAS is deterministic only with a fixed workspace, and reads this once, when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -184,6 +186,8 @@ class TorchBackend(Backend):
 
     def check_making(self, devices: Sequence[Device]) -> None:
         making, kinds = self.making, {device.kind for device in devices}
+        if making.memory_format == "auto" and (kinds != {"cpu"} or self.portable):  # on CPUs `probe` decides
+            self.making = replace(making, memory_format="contiguous")
         if making.precision == "tf32" and kinds != {"cuda"}:
             raise Invalid("precision='tf32' is a mode of GPUs: use 'float32' or 'bfloat16' on the CPU")
         if making.compile and self.portable:
@@ -240,6 +244,29 @@ class TorchBackend(Backend):
         return style_of(model.forward, x, whole)
 
     def probe(self, model: torch.nn.Module, measure: Any, x: Tree, y: Tree, name: str = "x") -> Shape:
+        shape, making = self._probed(model, measure, x, y, name), self.making
+        if making.memory_format == "auto":  # channels last are quicker on CPUs, but not every model computes that way
+            last = shape.dtype == "float32" and any(isinstance(one, torch.nn.Conv2d) for one in model.modules())
+            self.making = replace(making, memory_format="channels_last" if last else "contiguous")
+            if last and self._views(model, replace(Measure.of(measure), kind=shape.kind), x, y):
+                self.making = replace(making, memory_format="contiguous")
+        return shape
+
+    def _views(self, model: torch.nn.Module, measure: Measure, x: Tree, y: Tree) -> bool:
+        """Whether a model views its numbers in a way that their order in memory does not allow."""
+        device = Device.of(str(next(model.parameters()).device))
+        replica = self.replica(model, measure, device, 1, capture=False)
+        x, y = (mapped(partial(self.put, device=device), one) for one in (x, y))
+        for training in (True, False):
+            try:
+                with torch.no_grad(), torch.random.fork_rng([]):
+                    replica.lane(training=training).run(x, y, replica.state, self)
+            except Exception as error:  # others are told where they count: a batch norm may want more than one example
+                if VIEWED in str(error):
+                    return True
+        return False
+
+    def _probed(self, model: torch.nn.Module, measure: Any, x: Tree, y: Tree, name: str) -> Shape:
         weights = [p for p in model.parameters() if p.requires_grad]
         dtype = check_weights(self.describe(model), (str(p.dtype).removeprefix("torch.") for p in weights))
         check_examples(name, x, dtype, y)
@@ -253,7 +280,7 @@ class TorchBackend(Backend):
                     with replaced([(module, "training", False) for module in model.modules()]):
                         args, named = spread(given, Measure.of(measure).style)
                         model(*args, **named)  # makes weights: not in the copy alone
-                    return self.probe(model, measure, x, y, name)
+                    return self._probed(model, measure, x, y, name)
                 return self.described(lane.measure, output, mapped(partial(self.put, device=device), y), y, dtype)
         except RuntimeError as error:
             if not_floats(x) and re.search("dtype|scalar type|Input type", str(error)):
@@ -333,6 +360,10 @@ class TorchBackend(Backend):
         if "Expected more than 1 value per channel when training" in text:
             return Invalid(
                 f"batch norm needs more than one value per channel in every shard: lower shards, or raise batch_size ({text})"
+            )
+        if VIEWED in text and self.making.memory_format == "channels_last":
+            return Invalid(
+                f"use reshape in the model, or Trainer(memory_format='contiguous'): with channels last, {text}"
             )
         if "Expected all tensors to be on the same device" in text:
             why = "a closure that holds a layer (self.f = lambda x: self.layer(x)), or tensors made without device=x.device"

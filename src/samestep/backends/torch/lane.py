@@ -75,7 +75,7 @@ class Lane:
 
     def _laid_out(self, x: Tree) -> Tree:
         """Examples with their channels last, if that is how images are to lie."""
-        if self.making.memory_format == "contiguous":
+        if self.making.memory_format != "channels_last":
             return x
         return mapped(lambda a: channels_last(a) if a.ndim == 4 else a, x)
 

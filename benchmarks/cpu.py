@@ -17,6 +17,8 @@ import argparse
 import importlib
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,8 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "samestep, 8 shards, step by step": {"shards": 8, "capture": False},
     "samestep, 8 shards, one core": {"shards": 8, "cores": 1},
     "samestep, 8 shards, 2 devices": {"shards": 8, "devices": ["cpu", "cpu"]},
-    "samestep, 8 shards, channels last": {"shards": 8, "memory_format": "channels_last"},
-    "samestep, 8 shards, channels last, one core": {"shards": 8, "memory_format": "channels_last", "cores": 1},
+    "samestep, 8 shards, 2 processes": {"shards": 8, "processes": 2},
+    "samestep, 8 shards, contiguous": {"shards": 8, "memory_format": "contiguous"},
     "samestep, 8 shards, compiled": {"shards": 8, "compile": True},
 }
 PEERS = "plain loop", "plain loop, channels last", "Lightning", "Accelerate"
@@ -45,15 +47,11 @@ PAIRS = (  # what is compared with what
     ("8 shards / 1 shard", "samestep, 8 shards", "samestep, 1 shard"),
     ("2 cores against 1", "samestep, 8 shards, one core", "samestep, 8 shards"),
     ("2 devices against 1 core", "samestep, 8 shards, one core", "samestep, 8 shards, 2 devices"),
-    (
-        "2 cores against 1, channels last",
-        "samestep, 8 shards, channels last, one core",
-        "samestep, 8 shards, channels last",
-    ),
+    ("2 processes against 1 core", "samestep, 8 shards, one core", "samestep, 8 shards, 2 processes"),
     ("Lightning / 8 shards", "Lightning", "samestep, 8 shards"),
     ("Accelerate / 8 shards", "Accelerate", "samestep, 8 shards"),
-    ("Lightning / 8 shards, channels last", "Lightning", "samestep, 8 shards, channels last"),
-    ("Accelerate / 8 shards, channels last", "Accelerate", "samestep, 8 shards, channels last"),
+    ("Lightning / 8 shards, contiguous", "Lightning", "samestep, 8 shards, contiguous"),
+    ("Plain loop, channels last / 8 shards", "plain loop, channels last", "samestep, 8 shards"),
 )
 
 
@@ -68,8 +66,20 @@ def on(cores: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def processes(case: peers.Case, count: int) -> float:
+    """The same in several processes: this script, started by torchrun."""
+    name = next(name for name, one in peers.cases(tiny=False, cuda=False).items() if one.name == case.name)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", __file__, "--one", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return float(done.stdout.split()[-1])
+
+
 def ours(case: peers.Case, data: ss.Data, cores: int | None = None, **settings: Any) -> float:
     """Milliseconds a step over an epoch of a fit, the first one apart."""
+    if count := settings.pop("processes", 0):
+        return processes(case, count)
     threads = len(os.sched_getaffinity(0)) if settings["shards"] == 1 else 1
     given = {"max_epochs": 5, "devices": "cpu", "schedule": case.rate, "threads_per_shard": threads, "progress": False}
     with on(cores):
@@ -79,7 +89,7 @@ def ours(case: peers.Case, data: ss.Data, cores: int | None = None, **settings: 
 
 def ways(case: peers.Case, only: list[str]) -> dict[str, Callable[[], float]]:
     """By name: what gives the milliseconds of a step."""
-    numbers, known = case.examples(), {one.name for one in fields(ss.Trainer)} | {"cores"}
+    numbers, known = case.examples(), {one.name for one in fields(ss.Trainer)} | {"cores", "processes"}
     x, y = map(torch.from_numpy, numbers)
     found: dict[str, Callable[[], float]] = {}
     theirs, data = peers.peers(case, x, y, "float32"), ss.Data(train=numbers)
@@ -131,7 +141,12 @@ def main() -> None:
     parser.add_argument("--models", default="lenet,mlp")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="parts of names, with commas between; the plain loop always runs")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one:
+        case = peers.cases(tiny=False, cuda=False)[options.one]
+        ms = ours(case, ss.Data(train=case.examples()), shards=8)
+        return print(ms) if os.environ["RANK"] == "0" else None
     if torch.cuda.is_available():
         raise SystemExit("this benchmark is for the CPU: hide the GPU with CUDA_VISIBLE_DEVICES=")
     cases, began = peers.cases(tiny=False, cuda=False), time.perf_counter()

@@ -139,9 +139,9 @@ def cases(tiny: bool, cuda: bool) -> dict[str, Case]:
                     jax=True),
         "resnet18": Case("ResNet-18, 3 x 32 x 32, batch 512", partial(models.resnet18, 3), 512, 98 if cuda else 2, (3, 32, 32),
                          momentum=0.9, precisions=both, images=True),
-        "gpt": Case("GPT of 11 M, 64 x 256 tokens", partial(GPT, 6, 384, 6, 257, 256, 0.2, False), 64, 60 if cuda else 1,
+        "gpt": Case("GPT of 11 M, 64 x 256 tokens", partial(GPT, 6, 384, 6, 257, 256, 0.2, False), 64, 100 if cuda else 1,
                     (256,), 257, adamw=True, rate=1e-3, precisions=both, tokens=True),
-        "gpt2": Case("GPT-2 of 124 M, 16 x 1024 tokens", partial(GPT, 12, 768, 12, 50304, 1024), 16, 100 if cuda else 1,
+        "gpt2": Case("GPT-2 of 124 M, 16 x 1024 tokens", partial(GPT, 12, 768, 12, 50304, 1024), 16, 60 if cuda else 1,
                      (1024,), 50257, adamw=True, rate=3e-4, precisions=("bfloat16",), tokens=True, at_once=True),
     }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Time and memory of a step: samestep beside what else there is for PyTorch and JAX, in one run, in alternating rounds.
 
     python benchmarks/speed.py [--models lenet,jax/resnet18,gpt/gpt2] [--precision tf32,bfloat16] [--rounds 5] [--budget 120]
-        [--only TEXT,TEXT] [--without TEXT,TEXT] [--replicas 1,2,3,8] [--device cuda] [--kernels NAME|NAME]
+        [--names "NAME|NAME"] [--only TEXT,TEXT] [--without TEXT,TEXT] [--replicas 1,2,3,8] [--device cuda]
+        [--kernels "NAME|NAME"] [--file speed]
     python benchmarks/speed.py --tiny           small models and few steps, to see that it runs
 
 peers.py has the models and the peers. Every configuration has a process of its own. Those of the models between two slashes
@@ -15,8 +16,9 @@ Memory is torch.cuda.max_memory_allocated from before a configuration is made to
 allocated before: so without the examples, and for samestep without its own copy of them. `replicas` tells whether the
 fingerprints of every step are those of one replica.
 
---only and --without choose by parts of names (the plain loop always runs). --kernels NAME|NAME: after the rounds, these have
-one turn more under PyTorch's profiler: which kernels took how long, and for which share of an epoch no kernel ran.
+--names chooses by names; --only and --without by parts of them, and then the plain loop always runs. --kernels: after the
+rounds, these have one turn more under PyTorch's profiler: which kernels took how long, and for which share of an epoch no
+kernel ran. "host" is what samestep's own thread does for a step, on average over an epoch: all but waiting for the device.
 """
 
 from __future__ import annotations
@@ -135,9 +137,16 @@ def served(turns: Turns, device: str, steps: int, measure: peers.Measure) -> Non
 
 def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before: int) -> None:
     """A fit whose epochs, but for the first, are turns."""
-    count, epoch, x_y = given.pop("count"), Fit.epoch, case.examples()
+    count, epoch, look, x_y, waited = given.pop("count"), Fit.epoch, Fit.look, case.examples(), list[float]()
     if "cpu" in device and given["shards"] == 1:
         given["threads_per_shard"] = len(os.sched_getaffinity(0))
+
+    def looking(self: Fit, *given: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return look(self, *given)
+        finally:
+            waited.append(time.perf_counter() - began)
 
     def in_turn(self: Fit, number: int) -> None:
         if not number:
@@ -149,11 +158,13 @@ def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before:
         if word == "kernels":
             turns.say(kernels=kernels(lambda: epoch(self, number), case.steps))
         else:
+            waited.clear()
             epoch(self, number)
-            turns.say(samples=[self.result.history[-1]["seconds"] / case.steps * 1e3])
+            seconds = self.result.history[-1]["seconds"]
+            turns.say(samples=[seconds / case.steps * 1e3], host=[(seconds - sum(waited)) / case.steps * 1e6])
         turns.about["prints"] = ss.fingerprint.of_weights({"prints": prints_of(self)})
 
-    Fit.epoch = in_turn
+    Fit.epoch, Fit.look = in_turn, looking
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -211,10 +222,13 @@ class Entry:
     name: str
     child: Child
     samples: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)  # microseconds
     about: dict[str, Any] = field(default_factory=dict)
 
 
 def wanted(name: str, options: argparse.Namespace) -> bool:
+    if options.names:
+        return name in options.names.split("|")
     chosen = not options.only or any(part in name for part in options.only.split(","))
     out = bool(options.without) and any(part in name for part in options.without.split(","))
     return (chosen or name == "plain loop") and not out
@@ -278,6 +292,7 @@ def measured(names: list[str], options: argparse.Namespace) -> list[dict[str, An
                 entries.remove(entry)
                 continue
             entry.samples += answer.get("samples", [])
+            entry.host += answer.get("host", [])
             entry.about["kernels"] = answer.get("kernels")
     for entry in entries:
         entry.about |= entry.child.end()
@@ -300,7 +315,7 @@ def row(entry: Entry, entries: list[Entry]) -> dict[str, Any]:
         "ratio": ms / statistics.median(plain.samples) if plain else None, "best": ms / min(theirs) if theirs else None,
         "memory": about.get("memory"), "memory_ratio": ratio, "prepared": about["prepared"], "said": about.get("said", []),
         "same": "" if first is None else "same" if about["prints"] == first.about["prints"] else "DIFFERENT",
-        "kernels": about.get("kernels"),
+        "kernels": about.get("kernels"), "host": statistics.median(entry.host) if entry.host else None,
     }  # fmt: skip
 
 
@@ -343,7 +358,8 @@ def shown(rows: list[dict[str, Any]]) -> str:
         idle = f"{one['kernels']['idle']:.1%}" if one["kernels"] else ""
         cells.append([
             one["name"], f"{one['ms']:.3f}", f"{one['least']:.3f} - {one['most']:.3f}", ratio(one["ratio"]), ratio(one["best"]),
-            memory, ratio(one["memory_ratio"]), f"{one['prepared']:.0f} s", one["same"], idle,
+            memory, ratio(one["memory_ratio"]), f"{one['prepared']:.0f} s", one["same"],
+            "" if one["host"] is None else f"{one['host']:.0f}", idle,
         ])  # fmt: skip
     return table(header, cells)
 
@@ -357,6 +373,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=120)
     parser.add_argument("--only", default="")
     parser.add_argument("--without", default="")
+    parser.add_argument("--names", default="", help="only these, with | between")
+    parser.add_argument("--file", default="speed", help="where the figures are kept, without -gpu.json")
     parser.add_argument("--replicas", default="1,2,3,8" if cuda else "1,2")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--kernels", default="", help="names, with | between")
@@ -387,7 +405,7 @@ def main() -> None:
         print(f"{', '.join(names)}: {time.monotonic() - began:.0f} s in all", flush=True)
         rows += found
         if not options.tiny or os.environ.get("OUT"):
-            keep("speed", rows, rounds=options.rounds, options=" ".join(sys.argv[1:]))
+            keep(options.file, rows, rounds=options.rounds, options=" ".join(sys.argv[1:]))
 
 
 if __name__ == "__main__":

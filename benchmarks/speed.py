@@ -161,8 +161,8 @@ def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before:
             waited.clear()
             epoch(self, number)
             seconds = self.result.history[-1]["seconds"]
+            turns.about["prints"] = ss.fingerprint.of_weights({"prints": prints_of(self)})
             turns.say(samples=[seconds / case.steps * 1e3], host=[(seconds - sum(waited)) / case.steps * 1e6])
-        turns.about["prints"] = ss.fingerprint.of_weights({"prints": prints_of(self)})
 
     Fit.epoch, Fit.look = in_turn, looking
     torch.manual_seed(0)

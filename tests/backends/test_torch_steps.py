@@ -109,6 +109,60 @@ def test_recorded_steps_are_those_one_by_one(name: str, log: list[str]) -> None:
     assert log
 
 
+class Stream:
+    """What was asked of each stream, in order: to wait for another, or to compute a shard."""
+
+    now: Any = None
+    done: list[tuple[str, str, str]]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Any) -> None:
+        Stream.done.append((self.name, "waits for", other.name))
+
+    def __enter__(self) -> None:
+        self.before, Stream.now = Stream.now, self
+
+    def __exit__(self, *error: object) -> None:
+        Stream.now = self.before
+
+
+def test_shards_are_side_by_side_on_streams_that_wait_for_none_of_them(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, others = Stream("main"), [Stream(f"{i}") for i in range(9)]
+    monkeypatch.setattr(Stream, "now", main)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: Stream.now)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(place, "streams", lambda device, count: others[:count])
+    seen = list[list[tuple[str, str, str]]]()
+
+    def sums(self: place.Place, n: int, take: Any, noise: Any, usual: Any = place.Place.sums) -> Any:
+        def taken(shard: int) -> Any:
+            Stream.done.append((Stream.now.name, "computes", str(shard)))
+            return take(shard)
+
+        Stream.done = []
+        parts = usual(self, n, taken, noise)
+        seen.append(list(Stream.done))
+        return parts
+
+    monkeypatch.setattr(place.Place, "sums", sums)
+    monkeypatch.setattr(place.Place, "update", lambda self, *given: None)
+    Stream.done = []
+    fit(max_epochs=1, shards=4)
+    done = seen[-1]
+    shards = [one for one in done if one[1] == "computes"]
+    assert len({stream for stream, *_ in shards}) == len(shards) == 4, "each shard on a stream of its own"
+    forked = [("1", "waits for", "main"), ("2", "waits for", "main"), ("3", "waits for", "main")]
+    assert done[:3] == forked, "before a shard is on main, or they would wait for it"
+    assert done[-3:] == [("main", "waits for", stream) for stream in "123"]
+    joins = [("main", "waits for", "1"), ("3", "waits for", "main")]
+    assert joins[0] in done[3:-3]
+    assert joins[1] not in done[3:]
+
+
 @pytest.mark.parametrize(("aligned", "gathers"), [(1, 1), (1 << 30, 8)])
 def test_examples_are_gathered_at_once_if_every_shard_is_aligned(
     aligned: int, gathers: int, log: list[str], monkeypatch: pytest.MonkeyPatch

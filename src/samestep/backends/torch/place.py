@@ -120,7 +120,6 @@ class Place:
     def sums(self, n: int, take: Take, noise: dict[int, torch.Generator]) -> Parts:
         """The parts of the sum over n shards that the replicas here hold. `noise`: of each shard that draws any."""
         shares, main = self.group.plan(n).shares, torch.cuda.current_stream()
-        streams = [main, *self.streams]
         work = [(j, shard) for j, i in enumerate(self.indices) for shard in shares[i]]
         generator, kept = torch.cuda.default_generators[self.native.index or 0], list[Any]()
 
@@ -133,10 +132,11 @@ class Place:
 
         together: Fold[tuple[Tensor, Any]] = Fold(n, join)
         shared = cut(len(work), min(self.count, len(work)))
-        for s, (lo, hi) in enumerate(shared):
+        streams = [main, *self.streams][: len(shared)]
+        for stream in streams[1:]:
+            stream.wait_stream(main)  # before there is a shard on it
+        for s, ((lo, hi), stream) in enumerate(zip(shared, streams, strict=True)):
             own: Fold[Tensor] = Fold(n, lambda left, right: left.add_(right))
-            stream = streams[s]
-            stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 for j, shard in work[lo:hi]:
                     if noise:
@@ -147,7 +147,7 @@ class Place:
                     own.add((shard if before is None else shard - 1, shard + 1), vector)
             for span, vector in own.parts.items():
                 together.add(span, (vector, stream))
-        for stream in streams[: len(shared)]:
+        for stream in streams[1:]:
             main.wait_stream(stream)
         return {span: vector for span, (vector, _) in together.parts.items()}
 

@@ -99,7 +99,9 @@ class Feed:
         """
         if not self.resident and not self._readers and not self.here:
             self._readers = ThreadPoolExecutor(self._staff(), NAME)
-        return Pass(self, order, spans, epoch, joined)
+        pass_ = Pass(self, order, spans, epoch, joined)
+        pass_.order_on = {device: self.backend.index(order, device) for device in self.resident}
+        return pass_
 
     def _staff(self) -> int:
         """Start the processes that are to read, if any; returns how many threads read, or ask them."""
@@ -158,7 +160,7 @@ class Pass:
 
     def __init__(self, feed: Feed, order: NDArray[np.int64], spans: Sequence[Span], epoch: int, joined: bool) -> None:
         self.feed, self.order, self.spans, self.epoch, self.joined = feed, order, list(spans), epoch, joined
-        self.order_on = {device: feed.backend.index(order, device) for device in feed.resident}
+        self.order_on = dict[Device, Any]()
         self._ahead: dict[Span, Future[tuple[Tree, Tree]]] = {}
         self._prepared: dict[Span, tuple[Tree, Tree]] = {}
         self._next = 0
@@ -174,7 +176,8 @@ class Pass:
 
     def again(self, span: Span) -> Pass:
         """A pass over one shard of this one, which is read anew."""
-        new = self.feed.start(self.order, [span], self.epoch)
+        new = Pass(self.feed, self.order, [span], self.epoch, joined=False)
+        new.order_on = self.order_on  # a GPU computes by it: what is sent there comes only after that
         new.prepare([span])
         return new
 

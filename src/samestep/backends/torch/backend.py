@@ -150,6 +150,9 @@ class TorchBackend(Backend):
             array.copy_(value)
         return array
 
+    def index(self, order: Numbers, device: Device) -> Any:
+        return self.put(self.staged(order, device), device)  # from pinned memory: the host does not wait
+
     def take(self, array: Any, index: Any) -> Any:
         # A fresh allocation, so that a shard's memory is aligned the same way, wherever its examples lie.
         return array.index_select(0, index)

@@ -211,6 +211,8 @@ def main() -> None:
                 continue
             mine.append({"panel": name, "x": found.pop("parameters", value), **found})
             took = time.perf_counter() - began
+            if not options.tiny:
+                keep("growth", rows + mine, quiet=True, slopes=slopes, rounds=options.rounds, compile=options.compile)
             print(
                 f"  {name} {value}: {1e3 * found['seconds']:.3f} ms ({found['steps']} steps; {took:.0f} s)", flush=True
             )

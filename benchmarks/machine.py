@@ -41,14 +41,16 @@ def machine() -> dict[str, str]:
     return {"name": name, "short": short, "torch": version("torch"), "python": platform.python_version()}
 
 
-def keep(name: str, rows: list[dict], **about: object) -> None:
+def keep(name: str, rows: list[dict], quiet: bool = False, **about: object) -> None:
+    """Write figures down; quiet: those so far, as a machine that is lent may be taken back."""
     where = machine()
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}-{where['short']}.json"
     path.write_text(
         json.dumps({"machine": where, "date": time.strftime("%Y-%m-%d"), **about, "rows": rows}, indent=1) + "\n"
     )
-    print(f"kept in {path.name}")
+    if not quiet:
+        print(f"kept in {path.name}")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

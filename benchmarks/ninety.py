@@ -62,6 +62,18 @@ def one(options: argparse.Namespace, data: ss.Data, seed: int) -> dict[str, Any]
     }  # fmt: skip
 
 
+def counted(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many came to the goal, and how many did so in two seconds."""
+    reached = [row for row in rows if row["accuracy"] >= GOAL]
+    return len(reached), sum(row["fit"] <= 2 for row in reached)
+
+
+def kept(options: argparse.Namespace, rows: list[dict[str, Any]], about: dict[str, Any], quiet: bool = False) -> None:
+    reached, both = counted(rows)
+    if not options.tiny or os.environ.get("OUT"):
+        keep("ninety", rows, quiet, recipe=about, reached=reached, in_two_seconds=both, goal=GOAL)
+
+
 def examples(options: argparse.Namespace) -> ss.Data:
     if options.tiny:
         random = np.random.default_rng(0)
@@ -114,6 +126,7 @@ def main() -> None:
             continue
         row = rows[-1]
         print(f"seed {seed}: {row['accuracy']:.4f}, fit {row['fit']:.2f} s, epochs {row['epochs']:.2f} s", flush=True)
+        kept(options, rows, about, quiet=True)
     if not rows:
         raise SystemExit("no run came to its end")
 
@@ -121,7 +134,7 @@ def main() -> None:
         values = [row[name] for row in rows]
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
-    reached = sum(row["accuracy"] >= GOAL for row in rows)
+    reached, both = counted(rows)
     cells = []
     for name in ("accuracy", "fit", "epochs"):
         mean, deviation = spread(name)
@@ -133,13 +146,11 @@ def main() -> None:
         ])  # fmt: skip
     print(f"{machine()['name']}, torch {machine()['torch']}; {len(rows)} of {options.seeds} runs came to their end")
     print(table(["", "mean ± sd", "least", "most"], cells))
-    both = sum(row["accuracy"] >= GOAL and row["fit"] <= 2 for row in rows)
     print(
         f"{reached} of {len(rows)} reached {GOAL:.2f}; {both} of {len(rows)} did so with a fit of at most 2 s",
         flush=True,
     )
-    if not options.tiny or os.environ.get("OUT"):
-        keep("ninety", rows, recipe=about, reached=reached, in_two_seconds=both, goal=GOAL)
+    kept(options, rows, about)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import peers
@@ -262,8 +263,10 @@ def started(names: list[str], options: argparse.Namespace) -> list[Entry]:
     return entries
 
 
-def measured(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of models that prepare side by side."""
+def measured(
+    names: list[str], options: argparse.Namespace, kept: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
+    """The rows of models that prepare side by side; those so far are given to `kept` after every round."""
     began, entries = time.monotonic(), started(names, options)
     for entry in list(entries):
         label = f"  {entry.case.name}, {entry.precision}, {entry.name}"
@@ -282,6 +285,9 @@ def measured(names: list[str], options: argparse.Namespace) -> list[dict[str, An
         entry.about = answer
     print(f"  {len(entries)} are ready after {time.monotonic() - began:.0f} s", flush=True)
     for word in ["go"] * options.rounds + ["kernels"] * bool(options.kernels):
+        if time.monotonic() - began > options.seconds:
+            print(f"  the {options.seconds:g} s are over", flush=True)
+            break
         for entry in list(entries):
             if word == "kernels" and entry.name not in options.kernels.split("|"):
                 continue
@@ -294,6 +300,7 @@ def measured(names: list[str], options: argparse.Namespace) -> list[dict[str, An
             entry.samples += answer.get("samples", [])
             entry.host += answer.get("host", [])
             entry.about["kernels"] = answer.get("kernels")
+        kept([row(entry, entries) for entry in entries])
     for entry in entries:
         entry.about |= entry.child.end()
     return [row(entry, entries) for entry in entries]
@@ -306,6 +313,8 @@ def row(entry: Entry, entries: list[Entry]) -> dict[str, Any]:
     theirs = [statistics.median(other.samples) for other in mine if "samestep" not in other.name]
     home, _, count = entry.name.rpartition(", ")
     first = next((other for other in mine if other.name == home and count.endswith(" replicas")), None)
+    both = [one.about.get("prints") for one in (entry, first) if one]
+    same = "" if len(both) < 2 or None in both else "same" if both[0] == both[1] else "DIFFERENT"
     ratio = (
         about["memory"] / plain.about["memory"] if plain and plain.about.get("memory") and about.get("memory") else None
     )
@@ -314,7 +323,7 @@ def row(entry: Entry, entries: list[Entry]) -> dict[str, Any]:
         "most": max(entry.samples), "samples": len(entry.samples),
         "ratio": ms / statistics.median(plain.samples) if plain else None, "best": ms / min(theirs) if theirs else None,
         "memory": about.get("memory"), "memory_ratio": ratio, "prepared": about["prepared"], "said": about.get("said", []),
-        "same": "" if first is None else "same" if about["prints"] == first.about["prints"] else "DIFFERENT",
+        "same": same,
         "kernels": about.get("kernels"), "host": statistics.median(entry.host) if entry.host else None,
     }  # fmt: skip
 
@@ -364,13 +373,25 @@ def shown(rows: list[dict[str, Any]]) -> str:
     return table(header, cells)
 
 
+def kept(
+    options: argparse.Namespace, rows: list[dict[str, Any]], more: Sequence[dict[str, Any]] = (), quiet: bool = True
+) -> None:
+    if not options.tiny or os.environ.get("OUT"):
+        keep(options.file, [*rows, *more], quiet, rounds=options.rounds, options=" ".join(sys.argv[1:]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     cuda = torch.cuda.is_available()
     parser.add_argument("--models", default="lenet,jax/resnet18,gpt/gpt2" if cuda else "lenet/mlp")
     parser.add_argument("--precision", default="", help="only these of the model's own")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=120)
+    parser.add_argument(
+        "--budget", type=float, default=120, help="seconds for preparing the models between two slashes"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="seconds for those in all, after which no round begins"
+    )
     parser.add_argument("--only", default="")
     parser.add_argument("--without", default="")
     parser.add_argument("--names", default="", help="only these, with | between")
@@ -394,7 +415,8 @@ def main() -> None:
     for names in groups:
         began = time.monotonic()
         print(f"\n{', '.join(names)}, {options.rounds} rounds", flush=True)
-        found = measured(names, options)
+
+        found = measured(names, options, partial(kept, options, rows))
         for model, precision in dict.fromkeys((one["model"], one["precision"]) for one in found):
             mine = [one for one in found if (one["model"], one["precision"]) == (model, precision)]
             print(f"\n{model}, {precision}\n{shown(mine)}")
@@ -404,8 +426,7 @@ def main() -> None:
                     print(f"  {one_['name']} says: {said}")
         print(f"{', '.join(names)}: {time.monotonic() - began:.0f} s in all", flush=True)
         rows += found
-        if not options.tiny or os.environ.get("OUT"):
-            keep(options.file, rows, rounds=options.rounds, options=" ".join(sys.argv[1:]))
+        kept(options, rows, quiet=False)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,9 @@ def fit(name: str, data: ss.Data, epochs: int, options: argparse.Namespace) -> t
     return statistics.mean(row["seconds"] for row in run.history[1:]) / steps * 1e3, run, said
 
 
-def compare(name: str, ways: dict[str, ss.Data], options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(
+    name: str, ways: dict[str, ss.Data], options: argparse.Namespace, kept: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {way: [] for way in ways}
     prints, ratios = {}, []
     for number in range(options.rounds):
@@ -135,7 +138,13 @@ def compare(name: str, ways: dict[str, ss.Data], options: argparse.Namespace) ->
                 for line in dict.fromkeys(said):
                     print(f"    says: {line}", flush=True)
         ratios.append(times["memory-mapped"][-1] / times["in memory"][-1])
-    same = prints["memory-mapped"] == prints["in memory"]
+        kept(rows_of(name, options, times, ratios, prints["memory-mapped"] == prints["in memory"]))
+    return rows_of(name, options, times, ratios, prints["memory-mapped"] == prints["in memory"])
+
+
+def rows_of(
+    name: str, options: argparse.Namespace, times: dict[str, list[float]], ratios: list[float], same: bool
+) -> list[dict[str, Any]]:
     found = []
     for way, values in times.items():
         ms = statistics.median(values)
@@ -147,8 +156,10 @@ def compare(name: str, ways: dict[str, ss.Data], options: argparse.Namespace) ->
     return found
 
 
-def one(name: str, file: np.memmap, steps: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one model, with an epoch of so many steps; 0: over all images."""
+def one(
+    name: str, file: np.memmap, steps: int, options: argparse.Namespace, rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of one model, after those of others, with an epoch of so many steps; 0: over all images."""
     every = max(1, len(file) // (steps * options.batch)) if steps else 1
     chosen = file[::every][: steps * options.batch or None]
     labels = np.random.default_rng(2).integers(0, CLASSES, len(chosen))
@@ -159,7 +170,17 @@ def one(name: str, file: np.memmap, steps: int, options: argparse.Namespace) -> 
     assert isinstance(chosen, np.memmap), "a fit must see that this is a file"
     assert not isinstance(copy, np.memmap)
     ways = {"in memory": ss.Data(train=(copy, labels)), "memory-mapped": ss.Data(train=(chosen, labels))}
-    return [{**row, "images": len(chosen), "every": every, "floor": floor} for row in compare(name, ways, options)]
+
+    def told_of(mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**row, "images": len(chosen), "every": every, "floor": floor} for row in mine]
+
+    return told_of(compare(name, ways, options, lambda mine: kept(options, [*rows, *told_of(mine)], quiet=True)))
+
+
+def kept(options: argparse.Namespace, rows: list[dict[str, Any]], quiet: bool = False) -> None:
+    if rows and (not options.tiny or os.environ.get("OUT")):
+        about = {name: getattr(options, name) for name in ("gib", "batch", "rounds")}
+        keep("streaming", rows, quiet, **about, options=" ".join(sys.argv[1:]))
 
 
 def main() -> None:
@@ -192,7 +213,7 @@ def main() -> None:
         for name in options.models.split(","):
             try:
                 steps = options.steps if options.steps is not None else STEPS[cuda].get(name, 0)
-                rows += one(name, file, steps, options)
+                rows += one(name, file, steps, options, rows)
             except Exception:
                 last = [line for line in traceback.format_exc().splitlines() if line.strip(" ^~|")][-4:]
                 print(f"  {name} failed:\n" + "\n".join(f"    {line[:200]}" for line in last), flush=True)
@@ -202,15 +223,7 @@ def main() -> None:
          "same" if r["same"] else "DIFFERENT"] for r in rows
     ]  # fmt: skip
     print(table(["model", "examples", "ms/step", "least - most", "GB/s", "of in memory", "bits"], cells), flush=True)
-    if rows and (not options.tiny or os.environ.get("OUT")):
-        keep(
-            "streaming",
-            rows,
-            gib=options.gib,
-            batch=options.batch,
-            rounds=options.rounds,
-            options=" ".join(sys.argv[1:]),
-        )
+    kept(options, rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Whatever it is, the rate of an update depends on t (and for Plateau on the metri
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -151,7 +150,12 @@ class Rates:
     def epoch(self, epoch: int) -> list[float]:
         """The rates of all updates of an epoch."""
         first = epoch * self.steps
-        return [self._rounded(rate(f"schedule({t})", self._rate(t))) for t in range(first, first + self.steps)]
+        written = [rate(f"schedule({t})", self._rate(t)) for t in range(first, first + self.steps)]
+        with np.errstate(over="ignore"):
+            rounded = np.array(written, self.dtype)
+        for large in np.extract(~np.isfinite(rounded), written)[:1]:
+            raise Invalid(f"a learning rate of {large:g} is too large for {self.dtype}")
+        return [float(lr) for lr in rounded]
 
     def observe(self, row: dict[str, Any]) -> None:
         """Take note of the numbers of an epoch: of one column of the history, or of the loss or the accuracy."""
@@ -180,13 +184,6 @@ class Rates:
             trace, past = self.plateau.trace(), self._past["t"]  # what was observed before this fit is not part of it
             return (trace.shift(past) if past else trace).in_epochs(self.steps)
         return self._rate if isinstance(self._rate, Schedule) and not self.inside else None
-
-    def _rounded(self, lr: float) -> float:
-        with np.errstate(over="ignore"):
-            rounded = float(np.dtype(self.dtype).type(lr))
-        if not math.isfinite(rounded):
-            raise Invalid(f"a learning rate of {lr:g} is too large for {self.dtype}")
-        return rounded
 
 
 def rate(name: str, value: Any, where: str = "") -> float:

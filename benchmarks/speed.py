@@ -111,7 +111,7 @@ def kernels(work: Callable[[], Any], steps: int) -> dict[str, Any]:
         end = max(end, hi)
     top = sorted(found.items(), key=lambda item: -sum(item[1]))
     return {
-        "idle": 1 - busy / (end - spans[0][0]), "count": len(spans) / steps, "busy": busy / steps / 1e3,
+        "idle": 1 - busy / (end - spans[0][0]), "count": len(spans) / steps, "busy": busy / steps / 1e6,
         "sum": sum(map(sum, found.values())) / steps / 1e3,
         "top": [[name[:110], len(times) / steps, sum(times) / steps] for name, times in top[:KERNELS]],
     }  # fmt: skip

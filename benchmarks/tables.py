@@ -207,15 +207,21 @@ def readers() -> str:
 
 def speed() -> str:
     """A step beside what else there is."""
-    rows, titles = [], []
-    for model in ("lenet", "jax", "gpt", "gpt2"):
-        for result in results(f"speed-{model}"):
-            titles.append(f"{about(result)}; {result['options']}")
+    blocks = []
+    for name in ("small", "large", "gpt2", "explore", "lenet"):
+        for result in results(f"speed-{name}"):
+            rows = []
             for r in result["rows"]:
                 memory = f"{r['memory'] / 2**20:,.0f}" if r.get("memory") else ""
                 spread = f"{r['least']:.2f} - {r['most']:.2f}" if r["samples"] > 1 else "one sample"
-                rows.append([r["model"], r["name"], f"{r['ms']:.2f}", spread, f"{r['ratio']:.2f}", memory])
-    return "\n\n".join([table(["model", "", "ms/step", "least - most", "of plain", "MiB"], rows), *titles])
+                ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
+                rows.append([r["model"], r["precision"], r["name"], f"{r['ms']:.3f}", spread, ratio, memory])
+            header = ["model", "precision", "", "ms/step", "least - most", "of plain", "MiB"]
+            note = f". {result['note']}" if "note" in result else ""
+            how = result["options"] if len(result["options"]) < 150 else "h200.sh"
+            title = f"{about(result)}; {result['rounds']} rounds; {how}{note}"
+            blocks.append(f"{title}\n\n{table(header, rows)}")
+    return "\n\n".join(blocks)
 
 
 def cpu() -> str:

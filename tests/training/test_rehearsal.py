@@ -130,15 +130,20 @@ class Steps(Rehearsal):
 
 
 @pytest.mark.parametrize("first", [0, 7])
-@pytest.mark.parametrize("every", [1, 5, "3 epochs"])
+@pytest.mark.parametrize("every", [1, 5, "3 epochs", "auto"])
 def test_the_first_batch_is_checked_and_one_shard_of_every_window(every: Any, first: int) -> None:
     rehearsal = rehearsal_of(Steps, [], check_every=every)
-    rehearsal.fit.last, size = LAST, {"3 epochs": 12}.get(every, every)
+    rehearsal.fit.last, size = LAST, {"3 epochs": 12, "auto": 100}.get(every, every)
     for step in range(first, LAST):
         rehearsal(step, None)
     windows = [(start, draws.check(3, start // size, min(size, LAST - start))) for start in range(0, LAST, size)]
     assert rehearsal.batches == [first]
     assert rehearsal.shards == [(start + step, number) for start, (step, number) in windows if start + step >= first]
+
+
+def test_by_itself_a_fit_computes_a_shard_twice_in_every_epoch_but_no_more_than_one_in_a_hundred() -> None:
+    for shards, every in ((1, 200), (3, 67), (8, 25), (49, 5), (50, 4), (200, 4)):
+        assert rehearsal_of(Steps, [], check_every="auto", shards=shards)._every == every
 
 
 def test_nothing_is_checked_where_nothing_was_asked_for() -> None:

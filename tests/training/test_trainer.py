@@ -306,7 +306,7 @@ def test_what_a_trainer_is_without_any_setting():
         "checkpoint_every": "1 epoch",
         "keep_checkpoints": 3, "resume": "auto", "progress": None, "threads_per_shard": 1, "loss": None,
         "sampling": "without_replacement", "capture": True, "deterministic": True, "rehearse": True,
-        "check_every": "1 epoch", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
+        "check_every": "auto", "state": (), "timeout": 300.0, "portable": portable.wanted(), "accept": (), "num_gpus": None,
         "metrics": {}, "monitor": None, "mode": "min", "patience": None, "lr": None, "unit": "step", "profile": None,
             "precision": "float32", "memory_format": "auto", "compile": False, "streams": None,
     }  # fmt: skip
@@ -421,6 +421,8 @@ def test_overrides_that_are_no_json_object_are_refused(text, monkeypatch):
         ({"run_dir": 3}, WrongType, "run_dir must be a path or None, got run_dir=3"),
         ({"run_dir": "a\0b"}, WrongType, "run_dir must be a path or None, got run_dir='a\\x00b'"),
         ({"check_every": "30 s"}, Invalid, "check_every must be a number of steps or epochs, got '30 s'"),
+        ({"checkpoint_every": "auto"}, Invalid,
+         "checkpoint_every must be a number of steps, or such as '1 epoch', '30 s' or '5 min', got 'auto'"),
         ({"accept": "nothing"}, Invalid, "accept takes numerics, code, data, got ('nothing',)"),
         (
             {"mode": "max", "monitor": "test_accuracy", "schedule": ss.Plateau(0.1)},

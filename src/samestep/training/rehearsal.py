@@ -1,4 +1,4 @@
-"""Before its first update a run computes its first batch twice, and once an epoch it computes one shard twice.
+"""Before its first update a run computes its first batch twice, and later, about once an epoch, one shard twice.
 
 samestep can promise equal bits if a shard's result depends on nothing but weights, state, examples and key. Nobody can see that
 in a model's code. So the run tries it: in another order, on other devices and threads, with examples that are read anew, and
@@ -9,6 +9,7 @@ that is computed here is used for training.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from samestep.training.fit import Fit
 
 Hashes = dict[str, str]  # of what a shard took and gave, by name; causes come before what follows from them
+AUTO, COST = "auto", 0.01  # once an epoch, or so rarely that shards computed twice are no more of all
 RESULT = "its result"
 READ = (
     "a source must give the same example for an index each time: does it draw, or share a file position or a cache? What is "
@@ -96,8 +98,10 @@ class Rehearsal:
     def __init__(self, fit: Fit) -> None:
         self.fit, self.group, settings = fit, fit.group, fit.settings
         self._wanted = settings.rehearse and settings.deterministic
-        every = settings.check_every if settings.deterministic else None
-        self._every = Cadence(every, len(fit.batches)).every  # in each window of so many steps, one is checked; 0: none
+        every, steps = settings.check_every if settings.deterministic else None, len(fit.batches)
+        if every == AUTO:
+            every = max(steps, math.ceil(2 / settings.shards / COST))
+        self._every = Cadence(every, steps).every  # in each window of so many steps, one is checked; 0: none
         self._moves = False  # whether a trained weight has a gradient
         self._unsettled: Callable[[], None] = lambda: None
         self._chosen = -1, 0  # the step to be checked in the window that goes on, and a number that chooses the shard

@@ -41,6 +41,7 @@ from samestep.signals import Guard, heard
 from samestep.training.fit import Fit
 from samestep.training.measuring import check_metrics, checked, measured
 from samestep.training.profile import check_profile
+from samestep.training.rehearsal import AUTO
 from samestep.training.replicas import Replicas
 from samestep.trees import Tree, mapped
 
@@ -88,7 +89,8 @@ class Trainer:
     capture            record steps or shards once and replay them: faster, same bits
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
     rehearse           compute the first batch twice before the first update, and stop if its bits differ
-    check_every        a number of steps or epochs: this often, one shard is computed twice, and its bits compared; None: never
+    check_every        a number of steps or epochs: this often, one shard is computed twice, and its bits compared; None: never;
+                       "auto": once an epoch, or less often where that were more than 1 % of the work
     state              names of frozen parameters that the forward pass writes, such as "encoder_k.*": they become state
     timeout            with several processes, how many seconds one may take to answer before it is given up
     portable           True: the same bits on every x86-64 CPU with AVX2 (docs/numerics.md); None: if SAMESTEP_PORTABLE=1
@@ -131,7 +133,7 @@ class Trainer:
     capture: bool = True
     deterministic: bool = True
     rehearse: bool = True
-    check_every: int | str | None = "1 epoch"
+    check_every: int | str | None = AUTO
     state: str | Sequence[str] = ()
     timeout: float = 300.0
     portable: bool | None = None
@@ -179,10 +181,10 @@ class Trainer:
         choice("", "gradient_clip_algorithm", self.gradient_clip_algorithm, ("norm", "value"))
         if not isinstance(self.run_dir, (str, os.PathLike, type(None))) or "\0" in str(self.run_dir):
             raise WrongType(f"run_dir must be a path or None, got run_dir={show(self.run_dir)}")
-        for name in ("checkpoint_every", "check_every"):
-            every = getattr(self, name)
-            if every is not None and parse(every, name)[1] == "seconds" and name == "check_every":
-                raise Invalid(f"check_every must be a number of steps or epochs, got {show(every)}")
+        if self.checkpoint_every is not None:
+            parse(self.checkpoint_every, "checkpoint_every")
+        if self.check_every not in (None, AUTO) and parse(self.check_every, "check_every")[1] == "seconds":
+            raise Invalid(f"check_every must be a number of steps or epochs, got {show(self.check_every)}")
         if self.resume is True or not isinstance(self.resume, (str, os.PathLike, bool)):
             raise WrongType(f"resume must be 'auto', False or a path, got resume={show(self.resume)}")
         path = self.resume not in ("auto", False)
@@ -312,7 +314,8 @@ class Trainer:
         try:
             if x is not None:
                 examples = Arrays("batch", (mapped(_first, x), np.zeros(1, np.int64)))
-                measured(replace(self, loss=PerShard(_nothing), metrics={}), backend, model, examples)
+                loss = PerShard(lambda output, y: (y[0], 1.0))  # one for any output
+                measured(replace(self, loss=loss, metrics={}), backend, model, examples)
             return backend.replica(model, self.loss, device, self.shards).model()
         except NotBuilt as error:
             raise NotBuilt(f"{error}; or pass a batch, prepare_model(model, x)" if x is None else str(error)) from None
@@ -325,11 +328,6 @@ def _first(array: Any) -> Any:
     if not getattr(array, "shape", ()):
         raise WrongType(f"prepare_model: x must be a batch, an array with one row per example, got {show(array)}")
     return get(array[:1])
-
-
-def _nothing(output: Any, y: Any) -> tuple[Any, float]:
-    """A loss for any output."""
-    return y[0], 1.0
 
 
 def matching(model: Any, data: Any, **given: Any) -> tuple[Backend, Data]:

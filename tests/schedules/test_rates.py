@@ -493,6 +493,22 @@ def test_what_counts_by_itself_is_read_and_not_called(attributes, rate):
     assert Rates(scheduler, [updater], 2, 3, Shape(None, "float32")).epoch(1) == [rate, rate]
 
 
+def test_rates_that_nothing_else_decides_are_computed_beforehand():
+    updater, asked = SimpleNamespace(fixed="", rate=lambda: 0.1), []
+
+    def function(t):
+        asked.append(t)
+        return 0.5
+
+    for schedule in (cosine(0.3, 8), function, Plateau(0.5)):
+        rates, plain = (Rates(schedule, [updater], 2, 4, Shape(None, "float32")) for _ in range(2))
+        rates.prepare(1)
+        assert asked == []
+        assert [rates.epoch(epoch) for epoch in (1, 0, 1, 2)] == [plain.epoch(epoch) for epoch in (1, 0, 1, 2)]
+        assert (rates.epoch(1) is rates.epoch(1)) is isinstance(schedule, ss.Schedule)
+        asked.clear()
+
+
 # A schedule that ends long before the run
 
 COUNTS_STEPS = "it counts steps; .in_epochs() makes it count epochs"

@@ -15,6 +15,7 @@ Whatever it is, the rate of an update depends on t (and for Plateau on the metri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -61,6 +62,7 @@ def counts(schedule: Any) -> bool:
     return callable(getattr(schedule, "step", None)) or hasattr(schedule, "base_lr")
 
 
+@functools.lru_cache(1 << 12)
 def as_written(lr: float, dtype: str) -> float:
     """A rate as a person would write it: the shortest decimal number that is the same rate, once rounded to this type.
 
@@ -142,13 +144,21 @@ class Rates:
             for updater in updaters:
                 updater.moved = moved
         self.given = schedule
+        self._ahead = -1, list[float]()  # an epoch, and its rates
 
     def shown(self, lr: float) -> float | None:
         """A rate for the history and the log; None if the optimizer has another one inside."""
         return None if self.inside else as_written(lr, self.dtype)
 
+    def prepare(self, epoch: int) -> None:
+        """Compute the rates of an epoch beforehand, while a device is busy, if nothing else can decide them."""
+        if isinstance(self._rate, Schedule):
+            self._ahead = epoch, self.epoch(epoch)
+
     def epoch(self, epoch: int) -> list[float]:
         """The rates of all updates of an epoch."""
+        if self._ahead[0] == epoch:
+            return self._ahead[1]
         first = epoch * self.steps
         written = [rate(f"schedule({t})", self._rate(t)) for t in range(first, first + self.steps)]
         with np.errstate(over="ignore"):

@@ -272,8 +272,9 @@ class Fit:
             self.averager.after(self.step)
             stop, last = self.world.agreed(vote), i == steps
             due = stop or (self.folder is not None and not last and self.cadence.due(self.step))
-            if last and goes_on:
-                self.next = self.next or self.passing(epoch + 1)  # while the device still computes
+            if last and goes_on:  # while the device still computes
+                self.next = self.next or self.passing(epoch + 1)
+                self.rates.prepare(epoch + 1)
             if due or last or (self.listeners and time.perf_counter() - looked > LIVE):
                 self.table.append(self.look(pending, epoch, from_, rates))
                 now = time.perf_counter()

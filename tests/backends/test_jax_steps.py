@@ -19,6 +19,7 @@ from samestep.backends.jax import program as jax_program
 from samestep.backends.jax import replica as jax_replica
 from samestep.backends.jax import steps as jax_steps
 from samestep.backends.jax.steps import JaxSteps, Launch
+from samestep.backends.jax.updater import update_of
 from samestep.draws import halves
 from samestep.models.jax import Pair
 from samestep.training import fit as jax_fit
@@ -235,3 +236,12 @@ def test_the_zoo_in_launches_on_a_gpu(model, launches, monkeypatch):
     for count in (1, 2, 3, 8):
         suite.same(suite.fit(model, ["cuda"] * count), alone)
     assert launches
+
+
+def test_an_update_alone_is_compiled_for_a_gpu_as_one_in_a_launch_is(monkeypatch):
+    """Else XLA may choose another kernel for a norm, or choose by a stopwatch."""
+    asked = []
+    monkeypatch.setattr(jax, "jit", lambda function, **options: asked.append(options["compiler_options"]) or function)
+    jax_steps.Compiled(sum)
+    update_of(optax.sgd, "rate", None)
+    assert asked == [jax_program.GPU] * 2

@@ -19,7 +19,7 @@ import numpy as np
 
 from samestep.backends.jax import replica as replicas
 from samestep.backends.jax.fingerprint import fingerprint
-from samestep.backends.jax.program import Program, apart, jitted, taken
+from samestep.backends.jax.program import GPU, Program, apart, jitted, taken
 from samestep.backends.jax.updater import JaxUpdater
 from samestep.backends.losses import SUM, WEIGHTED
 from samestep.backends.steps import Made, Steps
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Array = Any
 Vector = Any
-MOST = 64  # steps in one launch
+MOST = 256  # steps in one launch
 # How shards come into the program: one after the other in its text ("unrolled"), or in a loop ("looped"). Unrolled ones are
 # computed side by side, but take so many times as long to compile.
 WAY, MOST_UNROLLED = "unrolled", 16
@@ -53,7 +53,7 @@ class Compiled:
     """A function, compiled: its numbers stay float64 until they meet a vector, as they would without compiling."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self._program = function, jax.jit(function)
+        self.function, self._program = function, jax.jit(function, compiler_options=GPU)
 
     def __call__(self, *args: Any) -> Any:
         with jax.enable_x64(True):
@@ -200,7 +200,7 @@ class JaxSteps(Steps):
             self._order = batch.pass_, self.backend.put(index, first.device)
         updater, n = group.updaters[0], len(batches)
         mean = updater._mean.function if isinstance(updater, JaxUpdater) else None
-        update = updater._update if mean else updater._update.function
+        update = updater._update.__wrapped__ if mean else updater._update.function
         wide = bool(jax.config.jax_enable_x64)
         way = WAY if len(sizes) <= MOST_UNROLLED else "looped"
         program = launch(first.program, mean, update, len(group.replicas), sizes, wide, way)

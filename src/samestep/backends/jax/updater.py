@@ -11,6 +11,7 @@ import numpy as np
 
 from samestep.backends.by_id import ById
 from samestep.backends.jax.flat import FlatTree
+from samestep.backends.jax.program import GPU
 from samestep.backends.jax.replica import JaxReplica
 from samestep.backends.layout import Tensors, on_host
 from samestep.backends.updaters import Clip, NativeUpdater
@@ -49,7 +50,8 @@ class JaxUpdater(NativeUpdater):
     def __repr__(self) -> str:
         """What it computes, hashed: an optax transformation does not say what it was made from."""
         one = self.replica.parameters.dtype.type(1)
-        program = jax.make_jaxpr(self._update)(self.replica.parameters, self.replica.parameters, self.state, one)
+        update = jax.make_jaxpr(jax.jit(self._update.__wrapped__))
+        program = update(self.replica.parameters, self.replica.parameters, self.state, one)
         return f"optax({hashlib.sha256(str(program).encode()).hexdigest()[:16]})"
 
     def rate(self) -> float | None:
@@ -76,7 +78,7 @@ class JaxUpdater(NativeUpdater):
 def update_of(given: Any, way: str, tree: FlatTree) -> Any:
     given = given.function if isinstance(given, ById) else given
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=GPU)
     def update(parameters: Any, gradient: Any, state: Any, lr: Any) -> tuple[Any, Any]:
         params, gradients = tree.unflatten([parameters]), tree.unflatten([gradient])
         if way == "hyperparams":

@@ -10,7 +10,7 @@ import torch
 from bits_reference import of_bytes
 
 from samestep import fingerprint
-from samestep.backends.torch.fingerprint import VectorFingerprint, laid_out, on_gpu
+from samestep.backends.torch.fingerprint import VectorFingerprint, laid_out, of_rows, on_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
@@ -20,7 +20,7 @@ def test_fingerprints_against_whole_numbers_of_python(n: int, dtype: torch.dtype
     vector = (torch.rand(n, generator=torch.Generator().manual_seed(n)) * 100).to(dtype)
     raw = vector.view(torch.uint8)
     total = of_bytes(raw.numpy().tobytes())
-    assert int(on_gpu([laid_out(raw)])) % (1 << 64) == total
+    assert int(on_gpu([laid_out(raw)], of_rows)) % (1 << 64) == total
     assert int(VectorFingerprint([vector])()) % (1 << 64) == total
 
 
@@ -29,6 +29,15 @@ def test_vectors_on_another_device_are_not_brought_to_the_host() -> None:
     for n in (5, 9000):
         there = VectorFingerprint([torch.empty(n, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")])()
         assert (there.device.type, there.dtype, there.shape) == ("meta", torch.int64, (1,))
+
+
+@pytest.mark.parametrize("n", [5, 2 * 1023, 40_007])
+def test_a_compiler_reads_it_as_a_whole(n: int) -> None:
+    """Nothing in it looks at numbers, or at tables that are made there; and a vector of bytes is one of words."""
+    read = torch.compile(of_rows, backend="aot_eager", fullgraph=True, dynamic=False)
+    vectors = [torch.rand(n, generator=torch.Generator().manual_seed(n)), torch.arange(3)]
+    rows = [laid_out(vector.view(torch.uint8)) for vector in vectors]
+    assert int(on_gpu(rows, read)) == int(VectorFingerprint(vectors)())
 
 
 def test_the_numbers_of_a_fingerprint_never_change_and_are_odd() -> None:

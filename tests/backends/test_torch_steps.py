@@ -5,6 +5,7 @@ tests/conformance/test_capture.py and benchmarks/gpu_same.py do the same on a re
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -41,10 +42,11 @@ class Graph:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fits on the CPU believe that they record. What was launched."""
     done: list[str] = []
+    pools = dict[Any, weakref.WeakSet[Graph]]()
     stream = SimpleNamespace(wait_stream=lambda other: None)
     generator = SimpleNamespace(get_offset=lambda: 0)
     fakes = {"current_stream": lambda *a: stream, "stream": lambda s: nullcontext(), "device": lambda d: nullcontext(),
-             "graph_pool_handle": lambda: "pool", "default_generators": [generator]}  # fmt: skip
+             "graph_pool_handle": object, "default_generators": [generator]}  # fmt: skip
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(place, "streams", lambda device, count: [stream] * count)
@@ -53,7 +55,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def recorded(self: Recording, where: Any, noise: Any, compute: Any) -> Any:
         name = compute.__qualname__.split(".")[1].strip("_")
-        graph, held, at = Graph(compute, done, name), [], where.at.clone()
+        graph, held, at, pool = Graph(compute, done, name), [], where.at.clone(), self.steps.pool
+        assert pool not in pools or pools[pool], "PyTorch refuses memory whose last graph is gone"
+        pools.setdefault(pool, weakref.WeakSet()).add(graph)
         for replica in where.replicas:
             held += [(vector, vector.clone()) for vector in replica.vectors]
         slots = [updater.state for updater in self.group.updaters if isinstance(updater, FlatUpdater)]

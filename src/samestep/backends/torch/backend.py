@@ -69,12 +69,6 @@ def _sending(device: Device) -> torch.cuda.Stream:
     return torch.cuda.Stream(str(device))
 
 
-@functools.lru_cache(maxsize=64)
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, compiled; equal ones are compiled once."""
-    return torch.compile(lambda *given: function(*given), dynamic=False)
-
-
 class TorchBackend(Backend):
     name, goes_on = "torch", True
 
@@ -179,7 +173,7 @@ class TorchBackend(Backend):
         return torch.full((), value, dtype=torch.float64, device=str(device))
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return compiled(function) if self.making.compile and isinstance(function, Update) else function
+        return precision.compiled(function) if self.making.compile and isinstance(function, Update) else function
 
     def clip(self, vector: Any, limit: float) -> Any:
         norm = (vector * vector).sum().sqrt()

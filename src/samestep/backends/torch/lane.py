@@ -6,7 +6,6 @@ one replica side by side without disturbing each other.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from samestep.backends.calling import spread
 from samestep.backends.losses import Losses, Measure, PerShard
 from samestep.backends.making import Making
 from samestep.backends.torch.flat import Flat
+from samestep.backends.torch.precision import compiled
 from samestep.errors import Invalid, Written
 from samestep.trees import Tree, mapped
 
@@ -41,12 +41,6 @@ def channels_last(images: Tensor) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last).as_strided(images.shape, (c * h * w, 1, w * c, c))
 
 
-@functools.cache
-def compiled() -> Any:
-    """That function, compiled; one for all lanes, as what was compiled for one of them fits the others."""
-    return torch.compile(numbers_of, dynamic=False)
-
-
 class Lane:
     def __init__(
         self,
@@ -58,7 +52,7 @@ class Lane:
     ) -> None:
         """`module`: the model, and the loss if it is a module; `tensors`: its parameters and buffers by name."""
         self.module, self.buffers, self.making = module, buffers, making
-        self._numbers = compiled() if making.compile else numbers_of
+        self._numbers = compiled(numbers_of) if making.compile else numbers_of
         loss = module._modules.get("loss", measure.function)
         self.measure = replace(measure, loss=PerShard(loss) if isinstance(measure.loss, PerShard) else loss)
         self.parameters = [p for p in module.parameters() if p.requires_grad]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -66,6 +68,13 @@ def compile_in_thread() -> None:
         setattr(dynamo, name, value)
     if hasattr(inductor, "deterministic"):
         inductor.deterministic = True
+
+
+@functools.lru_cache(maxsize=64)
+def compiled(function: Callable[..., Any]) -> Any:
+    """A function, compiled; equal ones are compiled once, and what was compiled for one caller fits the others."""
+    plain = isinstance(function, FunctionType)  # not an object, which PyTorch does not take
+    return torch.compile(function if plain else lambda *given: function(*given), dynamic=False)
 
 
 def _old_names(matmul: str, conv: bool) -> None:

@@ -75,7 +75,7 @@ class TorchReplica(Replica):
         self._zeros = torch.zeros(max(shards, ALIGN), dtype=self.weights.vector.dtype, device=self._native)
         self._one = torch.ones_like(self._zeros[:1])
         self.lane = Lanes(self._new_lane)
-        self._noise, self._fingerprint = TorchNoise(compiled), VectorFingerprint(self.vectors)
+        self._noise, self._fingerprint = TorchNoise(compiled), VectorFingerprint(self.vectors, self._making.compile)
         self._recorder, self.keeps_state = Recorder(capture and not keeps_state(model)), keeps_state(model)
         self._traced = Traced(self, capture and self.side_by_side and not self._making.compile)
         self._bands = bands_of(self.weights.layout, self.size)

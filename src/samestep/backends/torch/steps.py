@@ -112,13 +112,15 @@ class Recording:
         self.graphs.append((graph, parts))
         self._seed(noise, batch)
         graph.replay()
-        if not all(torch.equal(_bits(parts[span]), _bits(part)) for span, part in expected.parts.items()):
-            raise Unlike
+        for span, part in expected.parts.items():
+            if not torch.equal(parts[span].view(torch.uint8), part.view(torch.uint8)):
+                raise Unlike
 
     def record_update(self) -> None:
         """Record the updates; the first one was made operation by operation, so that all is set up."""
         if self.steps.alone:
             self.graphs.clear()  # they have shown that the sums are right, and `whole` has them too
+            self.steps.renew_pool()
             return self.record_whole(1)
         for place in self.steps.places:
 
@@ -271,6 +273,7 @@ class TorchSteps(Steps):
                 place.count > 1 for place in self.places
             ):
                 self.recordings.clear()
+                self.renew_pool()
                 for place in self.places:
                     place.count = max(1, place.count // 2)  # and try again in the next step
             else:
@@ -315,6 +318,11 @@ class TorchSteps(Steps):
                 graph.replay()
         return None
 
+    def renew_pool(self) -> None:
+        """PyTorch refuses memory whose last graph is gone."""
+        if not any(made and (made.graphs or made.whole) for made in self.recordings.values()):
+            self.pool = torch.cuda.graph_pool_handle()
+
     def release(self) -> None:
         self.recordings.clear()
 
@@ -322,7 +330,3 @@ class TorchSteps(Steps):
         self.wanted = False
         self.recordings.clear()
         warn("a step", why)
-
-
-def _bits(vector: Tensor) -> Tensor:
-    return vector.view(torch.uint8)

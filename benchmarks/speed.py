@@ -18,7 +18,8 @@ fingerprints of every step are those of one replica.
 
 --names chooses by names; --only and --without by parts of them, and then the plain loop always runs. --kernels: after the
 rounds, these have one turn more under PyTorch's profiler: which kernels took how long, and for which share of an epoch no
-kernel ran. "host" is what samestep's own thread does for a step, on average over an epoch: all but waiting for the device.
+kernel ran; "starved" counts only what is longer than between the kernels of a graph. "host" is what samestep's own thread
+does for a step: all but waiting for the device.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ from turns import Child, Turns
 
 import samestep as ss
 from samestep.training.fit import Fit
+from samestep.training.replicas import Replicas
 
 KERNELS = 25  # how many are told
+GAP = 10_000  # nanoseconds without a kernel, after which the GPU waits for the host; between kernels of a graph it is 1 µs
 
 
 def configurations(case: Case, precision: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -105,14 +108,15 @@ def kernels(work: Callable[[], Any], steps: int) -> dict[str, Any]:
     if not spans:
         return {}
     spans.sort()
-    busy, end = 0, spans[0][0]
+    busy, starved, end = 0, 0, spans[0][0]
     for lo, hi in spans:
         busy += max(0, hi - max(lo, end))
+        starved += max(0, lo - end) if lo - end > GAP else 0
         end = max(end, hi)
     top = sorted(found.items(), key=lambda item: -sum(item[1]))
     return {
-        "idle": 1 - busy / (end - spans[0][0]), "count": len(spans) / steps, "busy": busy / steps / 1e6,
-        "sum": sum(map(sum, found.values())) / steps / 1e3,
+        "idle": 1 - busy / (end - spans[0][0]), "starved": starved / (end - spans[0][0]),
+        "count": len(spans) / steps, "busy": busy / steps / 1e6, "sum": sum(map(sum, found.values())) / steps / 1e3,
         "top": [[name[:110], len(times) / steps, sum(times) / steps] for name, times in top[:KERNELS]],
     }  # fmt: skip
 
@@ -138,7 +142,8 @@ def served(turns: Turns, device: str, steps: int, measure: peers.Measure) -> Non
 
 def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before: int) -> None:
     """A fit whose epochs, but for the first, are turns."""
-    count, epoch, look, x_y, waited = given.pop("count"), Fit.epoch, Fit.look, case.examples(), list[float]()
+    count, epoch, look, launch, x_y = given.pop("count"), Fit.epoch, Fit.look, Replicas.steps, case.examples()
+    waited, launched = list[float](), list[tuple[float, int]]()
     if "cpu" in device and given["shards"] == 1:
         given["threads_per_shard"] = len(os.sched_getaffinity(0))
 
@@ -148,6 +153,12 @@ def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before:
             return look(self, *given)
         finally:
             waited.append(time.perf_counter() - began)
+
+    def launching(self: Replicas, batches: Any, *given: Any) -> Any:
+        began = time.perf_counter()
+        made = launch(self, batches, *given)
+        launched.append((time.perf_counter() - began, len(batches)))
+        return made
 
     def in_turn(self: Fit, number: int) -> None:
         if not number:
@@ -160,12 +171,16 @@ def fitted(turns: Turns, case: Case, given: dict[str, Any], device: str, before:
             turns.say(kernels=kernels(lambda: epoch(self, number), case.steps))
         else:
             waited.clear()
+            launched.clear()
             epoch(self, number)
             seconds = self.result.history[-1]["seconds"]
             turns.about["prints"] = ss.fingerprint.of_weights({"prints": prints_of(self)})
-            turns.say(samples=[seconds / case.steps * 1e3], host=[(seconds - sum(waited)) / case.steps * 1e6])
+            # A launch waits where too many are under way, so the quickest one is what launching takes.
+            other = seconds - sum(waited) - sum(took for took, _ in launched)
+            host = other / case.steps + min(took / n for took, n in launched)
+            turns.say(samples=[seconds / case.steps * 1e3], host=[host * 1e6] if "cuda" in device else [])
 
-    Fit.epoch, Fit.look = in_turn, looking
+    Fit.epoch, Fit.look, Replicas.steps = in_turn, looking, launching
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -359,16 +374,19 @@ def shown(rows: list[dict[str, Any]]) -> str:
         "of plain",
         "prepared",
         "replicas",
+        "host, us",
         "idle",
+        "starved",
     ]
     cells = []
     for one in rows:
         memory = "" if one["memory"] is None else f"{one['memory'] / 2**20:.0f}"
-        idle = f"{one['kernels']['idle']:.1%}" if one["kernels"] else ""
+        seen = one["kernels"] or {}
         cells.append([
             one["name"], f"{one['ms']:.3f}", f"{one['least']:.3f} - {one['most']:.3f}", ratio(one["ratio"]), ratio(one["best"]),
             memory, ratio(one["memory_ratio"]), f"{one['prepared']:.0f} s", one["same"],
-            "" if one["host"] is None else f"{one['host']:.0f}", idle,
+            "" if one["host"] is None else f"{one['host']:.0f}",
+            *(f"{seen[of]:.1%}" if seen else "" for of in ("idle", "starved")),
         ])  # fmt: skip
     return table(header, cells)
 

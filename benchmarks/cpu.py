@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peers
@@ -31,14 +32,22 @@ import torch
 from machine import keep, machine, table
 
 import samestep as ss
+from samestep.processes.place import find
 
+HALVED = "samestep, 8 shards, two fits at once, one core each, halved"
+STARTED_BY = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+    "mpiexec": [str(Path(sys.executable).with_name("mpiexec")), "-n", "2", sys.executable],
+}
 WAYS: dict[str, dict[str, Any]] = {
     "samestep, 1 shard": {"shards": 1},
     "samestep, 8 shards": {"shards": 8},
     "samestep, 8 shards, step by step": {"shards": 8, "capture": False},
     "samestep, 8 shards, one core": {"shards": 8, "cores": 1},
     "samestep, 8 shards, 2 devices": {"shards": 8, "devices": ["cpu", "cpu"]},
-    "samestep, 8 shards, 2 processes": {"shards": 8, "processes": 2},
+    "samestep, 8 shards, 2 processes": {"shards": 8, "by": "torchrun"},
+    "samestep, 8 shards, 2 processes, MPI": {"shards": 8, "by": "mpiexec"},
+    HALVED: {"shards": 8, "cores": 1, "beside": True},
     "samestep, 8 shards, contiguous": {"shards": 8, "memory_format": "contiguous"},
     "samestep, 8 shards, compiled": {"shards": 8, "compile": True},
 }
@@ -48,6 +57,8 @@ PAIRS = (  # what is compared with what
     ("2 cores against 1", "samestep, 8 shards, one core", "samestep, 8 shards"),
     ("2 devices against 1 core", "samestep, 8 shards, one core", "samestep, 8 shards, 2 devices"),
     ("2 processes against 1 core", "samestep, 8 shards, one core", "samestep, 8 shards, 2 processes"),
+    ("2 processes with MPI against 1 core", "samestep, 8 shards, one core", "samestep, 8 shards, 2 processes, MPI"),
+    ("what the machine gives: two fits at once against one", "samestep, 8 shards, one core", HALVED),
     ("Lightning / 8 shards", "Lightning", "samestep, 8 shards"),
     ("Accelerate / 8 shards", "Accelerate", "samestep, 8 shards"),
     ("Lightning / 8 shards, contiguous", "Lightning", "samestep, 8 shards, contiguous"),
@@ -56,30 +67,54 @@ PAIRS = (  # what is compared with what
 
 
 @contextmanager
-def on(cores: int | None) -> Iterator[None]:
-    """So many of this process's cores, for this thread and those that it starts."""
+def on(cores: int | None, last: bool = False) -> Iterator[None]:
+    """So many of this process's cores, the first or the last ones, for this thread and those that it starts."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(before)[:cores])
+    os.sched_setaffinity(0, sorted(before, reverse=last)[:cores])
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
 
 
-def processes(case: peers.Case, count: int) -> float:
-    """The same in several processes: this script, started by torchrun."""
-    name = next(name for name, one in peers.cases(tiny=False, cuda=False).items() if one.name == case.name)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", __file__, "--one", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def alone(case: peers.Case) -> list[str]:
+    """The arguments with which this script fits a model, and prints the milliseconds of a step."""
+    return [
+        __file__,
+        "--one",
+        next(n for n, one in peers.cases(tiny=False, cuda=False).items() if one.name == case.name),
+    ]
+
+
+def processes(case: peers.Case, by: str) -> float:
+    """The same in two processes."""
+    done = subprocess.run([*STARTED_BY[by], *alone(case)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
     return float(done.stdout.split()[-1])
 
 
+@contextmanager
+def another(case: peers.Case) -> Iterator[None]:
+    """Meanwhile, the same fit goes on and on in another process, on another core."""
+    with on(1, last=True):
+        other = subprocess.Popen([sys.executable, *alone(case), "--again"], stdout=subprocess.PIPE, text=True)
+    assert other.stdout
+    other.stdout.readline()  # the first one has ended
+    try:
+        yield
+    finally:
+        other.kill()
+        other.communicate()
+
+
 def ours(case: peers.Case, data: ss.Data, cores: int | None = None, **settings: Any) -> float:
     """Milliseconds a step over an epoch of a fit, the first one apart."""
-    if count := settings.pop("processes", 0):
-        return processes(case, count)
+    if by := settings.pop("by", ""):
+        return processes(case, by)
+    if settings.pop("beside", False):
+        with another(case):
+            return ours(case, data, cores, **settings) / 2
     threads = len(os.sched_getaffinity(0)) if settings["shards"] == 1 else 1
     given = {"max_epochs": 5, "devices": "cpu", "schedule": case.rate, "threads_per_shard": threads, "progress": False}
     with on(cores):
@@ -89,7 +124,7 @@ def ours(case: peers.Case, data: ss.Data, cores: int | None = None, **settings: 
 
 def ways(case: peers.Case, only: list[str]) -> dict[str, Callable[[], float]]:
     """By name: what gives the milliseconds of a step."""
-    numbers, known = case.examples(), {one.name for one in fields(ss.Trainer)} | {"cores", "processes"}
+    numbers, known = case.examples(), {one.name for one in fields(ss.Trainer)} | {"cores", "by", "beside"}
     x, y = map(torch.from_numpy, numbers)
     found: dict[str, Callable[[], float]] = {}
     theirs, data = peers.peers(case, x, y, "float32"), ss.Data(train=numbers)
@@ -142,11 +177,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="parts of names, with commas between; the plain loop always runs")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         case = peers.cases(tiny=False, cuda=False)[options.one]
-        ms = ours(case, ss.Data(train=case.examples()), shards=8)
-        return print(ms) if os.environ["RANK"] == "0" else None
+        data = ss.Data(train=case.examples())
+        while ms := ours(case, data, shards=8):
+            if find().rank == 0:
+                print(ms, flush=True)
+            if not options.again:
+                return
     if torch.cuda.is_available():
         raise SystemExit("this benchmark is for the CPU: hide the GPU with CUDA_VISIBLE_DEVICES=")
     cases, began = peers.cases(tiny=False, cuda=False), time.perf_counter()

@@ -208,7 +208,7 @@ def readers() -> str:
 def speed() -> str:
     """A step beside what else there is."""
     blocks = []
-    for name in ("small", "large", "gpt2", "explore", "lenet"):
+    for name in ("small", "large", "gpt2", "workspace"):
         for result in results(f"speed-{name}"):
             rows = []
             for r in result["rows"]:

@@ -509,6 +509,16 @@ def test_rates_that_nothing_else_decides_are_computed_beforehand():
         asked.clear()
 
 
+def test_a_rate_that_is_too_large_is_told_after_the_epoch_before_it_was_kept(tmp_path):
+    """The rates of an epoch are computed while the one before it is still on the device."""
+    wrong = trainer(schedule=ss.piecewise([2 * STEPS], [0.01, 1e39]), run_dir=tmp_path / "run")
+    with pytest.raises(Invalid, match="a learning rate of 1e\\+39 is too large for float32"):
+        wrong.fit(Meter(), data())
+    told = [event["step"] for event in events(tmp_path / "run") if event["event"] == "epoch"]
+    assert told == [STEPS, 2 * STEPS]
+    assert len(lrs(tmp_path / "run")) == 2 * STEPS
+
+
 # A schedule that ends long before the run
 
 COUNTS_STEPS = "it counts steps; .in_epochs() makes it count epochs"

@@ -143,8 +143,7 @@ class Rates:
             moved = [now for now in moved for _ in range(length)]
             for updater in updaters:
                 updater.moved = moved
-        self.given = schedule
-        self._ahead = -1, list[float]()  # an epoch, and its rates
+        self.given, self._ahead = schedule, (-1, list[float]())  # an epoch, and its rates
 
     def shown(self, lr: float) -> float | None:
         """A rate for the history and the log; None if the optimizer has another one inside."""
@@ -153,14 +152,15 @@ class Rates:
     def prepare(self, epoch: int) -> None:
         """Compute the rates of an epoch beforehand, while a device is busy, if nothing else can decide them."""
         if isinstance(self._rate, Schedule):
-            self._ahead = epoch, self.epoch(epoch)
+            with suppress(Exception):  # an error is told when its epoch begins: the one before it is kept
+                self._ahead = epoch, self.epoch(epoch)
 
     def epoch(self, epoch: int) -> list[float]:
         """The rates of all updates of an epoch."""
         if self._ahead[0] == epoch:
             return self._ahead[1]
-        first = epoch * self.steps
-        written = [rate(f"schedule({t})", self._rate(t)) for t in range(first, first + self.steps)]
+        steps = range(epoch * self.steps, (epoch + 1) * self.steps)
+        written = [rate(f"schedule({t})", self._rate(t)) for t in steps]
         with np.errstate(over="ignore"):
             rounded = np.array(written, self.dtype)
         for large in np.extract(~np.isfinite(rounded), written)[:1]:

@@ -73,7 +73,7 @@ def compile_in_thread() -> None:
 @functools.lru_cache(maxsize=64)
 def compiled(function: Callable[..., Any]) -> Any:
     """A function, compiled; equal ones are compiled once, and what was compiled for one caller fits the others."""
-    plain = isinstance(function, FunctionType)  # not an object, which PyTorch does not take
+    plain = isinstance(function, FunctionType)  # lambdas share their code, by which PyTorch skips what it refuses
     return torch.compile(function if plain else lambda *given: function(*given), dynamic=False)
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# All figures of one large GPU, in parts that take 5 to 9 minutes each. Every script writes down what it has as it goes.
+# The figures of one large GPU: the first line takes 7 minutes, the second 5. Every script writes down what it has as it goes.
 #
-#     SAMESTEP_DATA=FOLDER bash benchmarks/h200.sh same gpt2 small      then: large, and: ninety streaming growth
+#     SAMESTEP_DATA=FOLDER bash benchmarks/h200.sh same gpt2 small large
+#     SAMESTEP_DATA=FOLDER bash benchmarks/h200.sh ninety streaming growth workspace
 #
 # SAMESTEP_DATA is the folder with the four files of Fashion-MNIST. Figures go to $OUT, or to benchmarks/results.
 set -u
@@ -28,6 +29,11 @@ part() {
     ninety) python ninety.py --compile --seeds 20 ;;
     streaming) python streaming.py --gib 4 --models small --rounds 5 ;;
     growth) python growth.py --rounds 3 --budget 100 ;;
+    workspace) # cuBLAS's smaller one, of which other bits come
+        last=", channels last"
+        CUBLAS_WORKSPACE_CONFIG=:16:8 python speed.py --models lenet,resnet18,gpt,gpt2 --precision float32,bfloat16 --rounds 3 \
+            --file speed-workspace --budget 90 --seconds 150 \
+            --names "$ours|samestep, 1 shard|samestep, 8 shards|samestep, 1 shard, compile$last|samestep, 8 shards, compile$last" ;;
     *) echo "h200.sh: no part $1" >&2 && exit 2 ;;
     esac
 }

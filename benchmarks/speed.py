@@ -19,7 +19,7 @@ fingerprints of every step are those of one replica.
 --names chooses by names; --only and --without by parts of them, and then the plain loop always runs. --kernels: after the
 rounds, these have one turn more under PyTorch's profiler: which kernels took how long, and for which share of an epoch no
 kernel ran; "starved" counts only what is longer than between the kernels of a graph. "host" is what samestep's own thread
-does for a step: all but waiting for the device.
+does for a step, over an epoch, with the order of examples and the spot check; of large models it has waiting in it, too.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from samestep.training.fit import Fit
 
 Hashes = dict[str, str]  # of what a shard took and gave, by name; causes come before what follows from them
-AUTO, COST = "auto", 0.01  # once an epoch, or so rarely that shards computed twice are no more of all
+AUTO, COST = "auto", 0.01  # once an epoch, or so rarely that in a long fit no larger share of shards is computed for it
 RESULT = "its result"
 READ = (
     "a source must give the same example for an index each time: does it draw, or share a file position or a cache? What is "

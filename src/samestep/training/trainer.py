@@ -90,7 +90,7 @@ class Trainer:
     deterministic      False allows operations without a deterministic kernel, and gives up sameness
     rehearse           compute the first batch twice before the first update, and stop if its bits differ
     check_every        a number of steps or epochs: this often, one shard is computed twice, and its bits compared; None: never;
-                       "auto": once an epoch, or less often where that were more than 1 % of the work
+                       "auto": once an epoch, or less often where epochs are short (docs/checks.md)
     state              names of frozen parameters that the forward pass writes, such as "encoder_k.*": they become state
     timeout            with several processes, how many seconds one may take to answer before it is given up
     portable           True: the same bits on every x86-64 CPU with AVX2 (docs/numerics.md); None: if SAMESTEP_PORTABLE=1
